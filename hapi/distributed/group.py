@@ -1,0 +1,209 @@
+"""The process group under plain names: the only module, `parallel.py` aside, that speaks to torch.distributed.
+
+Every function has a meaning in one process (rank 0, world size 1, a reduction is the identity), so callers
+never ask whether they run alone. Every collective here is called by all ranks or by none.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hapi.device import current_device
+from hapi.distributed.launchers import LaunchInfo, detect
+
+T = TypeVar("T")
+
+_BROADCAST_BUCKET_BYTES = 25 << 20
+_launch: LaunchInfo | None = None
+
+
+def start() -> None:
+    """Join the process group that the launcher asks for; nothing to do when alone or when already joined."""
+    global _launch
+    if dist.is_available() and dist.is_initialized():
+        return
+    launch = detect()
+    if launch is None:
+        return
+    device = current_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    timeout = os.environ.get("HAPI_TIMEOUT")
+    os.environ.setdefault("MASTER_ADDR", launch.address)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=datetime.timedelta(seconds=float(timeout)) if timeout else None,
+    )
+    _launch = launch
+    atexit.register(_stop)
+
+
+def _stop() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def is_initialized() -> bool:
+    """Whether this process has joined a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_rank() -> int:
+    """This process's number among all processes, from 0."""
+    if is_initialized():
+        return dist.get_rank()
+    launch = detect()
+    return launch.rank if launch is not None else 0
+
+
+def get_world_size() -> int:
+    """How many processes there are."""
+    if is_initialized():
+        return dist.get_world_size()
+    launch = detect()
+    return launch.world_size if launch is not None else 1
+
+
+def launcher_name() -> str:
+    """The launcher's name, ``"none"`` for a process started by hand."""
+    launch = _launch or detect()
+    if launch is not None:
+        return launch.launcher
+    return "process group" if is_initialized() else "none"
+
+
+def backend_name() -> str:
+    """The backend of the process group, ``"none"`` without one."""
+    return str(dist.get_backend()) if is_initialized() else "none"
+
+
+def barrier() -> None:
+    """Wait until every process has come here."""
+    if is_initialized():
+        dist.barrier()
+
+
+def broadcast_object(value: T) -> T:
+    """Rank 0's value on every rank. Plain Python values and common tensors; they are pickled."""
+    if not is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def gather_objects(value: T) -> list[T]:
+    """Every rank's value, in rank order, on every rank."""
+    if not is_initialized():
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def reduce_max(values: Sequence[float]) -> list[float]:
+    """The largest of each value over the ranks."""
+    if not is_initialized():
+        return list(values)
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return [float(value) for value in tensor]
+
+
+class PendingSum:
+    """A sum over the ranks of one whole number, under way while the caller computes."""
+
+    def __init__(self, value: int) -> None:
+        self._tensor = torch.tensor([value], dtype=torch.int64)
+        # Always on the CPU: reading a count that came over the device would wait for the device's whole queue.
+        self._work = dist.all_reduce(self._tensor, async_op=True) if is_initialized() else None
+
+    def wait(self) -> int:
+        """The sum."""
+        if self._work is not None:
+            self._work.wait()
+        return int(self._tensor[0])
+
+
+def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
+    """Overwrite the tensors, in place, with rank 0's. Order, shapes and dtypes must agree between the ranks."""
+    if not is_initialized():
+        return
+    bucket: list[torch.Tensor] = []
+    filled = 0
+    with torch.no_grad():
+        for tensor in tensors:
+            if bucket and (_kind(tensor) != _kind(bucket[0]) or filled > _BROADCAST_BUCKET_BYTES):
+                _broadcast_bucket(bucket)
+                bucket, filled = [], 0
+            bucket.append(tensor)
+            filled += tensor.numel() * tensor.element_size()
+        if bucket:
+            _broadcast_bucket(bucket)
+
+
+def sum_tensors(tensors: Sequence[torch.Tensor]) -> None:
+    """Overwrite the tensors, in place, with their sums over the ranks (one collective per dtype and device)."""
+    if not is_initialized():
+        return
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(_kind(tensor), []).append(tensor)
+    for members in kinds.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in members])
+        dist.all_reduce(flat)
+        _unflatten_into(flat, members)
+
+
+def gather_rows(rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+    """Every rank's rows, on every rank.
+
+    Args:
+        rows: (n_r, ...) on the CPU; all but the first size, and the dtype, equal on all ranks.
+        counts: n_r of each rank.
+
+    Returns:
+        A tensor a rank, (n_r, ...).
+    """
+    if not is_initialized():
+        return [rows]
+    # As bytes: gloo knows few dtypes, and nothing is computed here.
+    longest = max(counts)
+    padded = rows.new_zeros((longest, *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    raw = padded.contiguous().reshape(-1).view(torch.uint8)
+    gathered = [torch.empty_like(raw) for _ in counts]
+    dist.all_gather(gathered, raw)
+    return [
+        piece.view(rows.dtype).reshape(padded.shape)[:count]
+        for piece, count in zip(gathered, counts, strict=True)
+    ]
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+    return tensor.dtype, tensor.device
+
+
+def _broadcast_bucket(bucket: list[torch.Tensor]) -> None:
+    if len(bucket) == 1 and bucket[0].is_contiguous():
+        dist.broadcast(bucket[0], src=0)
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    dist.broadcast(flat, src=0)
+    _unflatten_into(flat, bucket)
+
+
+def _unflatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    start = 0
+    for tensor in tensors:
+        tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
+        start += tensor.numel()

@@ -1,0 +1,105 @@
+"""Random streams: one key per (seed, purpose, epoch, step, rank) instead of states that must be carried along.
+
+Within fit the global torch, NumPy and `random` generators are set anew from such a key before each step, and before
+each batch is fetched. What a step draws therefore depends on its place in the run alone, not on what was drawn
+before: not on the evaluation between two epochs, the number of workers, or a restart.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_MASK = (1 << 64) - 1
+
+# Purposes, the second word of each key.
+ORDER, FETCH, STEP, EVALUATE = range(4)
+
+
+def seed(n: int) -> None:
+    """Set the torch (every device), NumPy and `random` generators of this process.
+
+    Args:
+        n: The seed, a whole number. `fit` draws its own seed from torch's generator, so that this call at the
+            top of a script repeats the whole run; ranks draw different numbers all the same.
+    """
+    if isinstance(n, bool) or not isinstance(n, int):
+        raise TypeError(
+            f"hapi.seed received {n!r}, which is not a whole number: a seed names a stream. Write hapi.seed(0)."
+        )
+    random.seed(n)
+    torch.manual_seed(n)
+    numpy_random = _numpy_random()
+    if numpy_random is not None:
+        numpy_random.seed(n % (1 << 32))
+
+
+def mix(*words: int) -> int:
+    """Hash whole numbers into 64 bits. The finalizer is that of SplitMix64 (Steele et al., 2014)."""
+    state = 0
+    for word in words:
+        state = (state + (word & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def draw_seed() -> int:
+    """A seed from torch's global generator: what `torch.manual_seed` at the top of a script decides."""
+    return int(torch.empty((), dtype=torch.int64).random_())
+
+
+def set_streams(key: int, device: torch.device | None = None) -> None:
+    """Set the global generators from a key; with a device, its generator too.
+
+    The generators are set one by one: `torch.manual_seed` looks at every device and takes 20 times as long.
+    """
+    torch.default_generator.manual_seed(key & (_MASK >> 1))
+    random.seed(key)
+    numpy_random = _numpy_random()
+    if numpy_random is not None:
+        numpy_random.seed(key & 0xFFFFFFFF)
+    if device is not None and device.type != "cpu":
+        _device_generator(device).manual_seed(key & (_MASK >> 1))
+
+
+@contextmanager
+def isolated(device: torch.device) -> Iterator[None]:
+    """Give the script its random state back afterwards, whatever was drawn within."""
+    torch_state = torch.default_generator.get_state()
+    python_state = random.getstate()
+    numpy_random = _numpy_random()
+    numpy_state = numpy_random.get_state() if numpy_random is not None else None
+    device_state = _device_generator(device).get_state() if device.type != "cpu" else None
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(torch_state)
+        random.setstate(python_state)
+        if numpy_random is not None and numpy_state is not None:
+            numpy_random.set_state(numpy_state)
+        if device_state is not None:
+            _device_generator(device).set_state(device_state)
+
+
+def _numpy_random():  # type: ignore[no-untyped-def]
+    # Only where the script uses NumPy: its generator is loaded with it, and not loaded for us.
+    return sys.modules.get("numpy.random")
+
+
+def _device_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    if device.type == "mps":
+        from torch import mps
+
+        return mps._get_default_mps_generator()
+    raise RuntimeError(
+        f"The random state of device {device} was asked for, but torch gives no common way to reach it. "
+        'Write hapi.set_device("cpu") or use a CUDA device or MPS.'
+    )
