@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from hapi import datasets
 
 
-
 __all__ = [
     "Model",
     "__version__",

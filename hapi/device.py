@@ -47,8 +47,7 @@ def parse_device(name: str | torch.device) -> torch.device:
         device = torch.device(":".join(filter(None, (_ALIASES.get(kind, kind), index))))
     except RuntimeError:
         raise ValueError(
-            f"Unknown device {text!r}: torch knows no such kind of device. "
-            'Write "cpu", "gpu", "gpu:1" or "mps".'
+            f'Unknown device {text!r}: torch knows no such kind of device. Write "cpu", "gpu", "gpu:1" or "mps".'
         ) from None
     if device.type == "cpu":
         return torch.device("cpu")

@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -87,7 +88,7 @@ def isolated(device: torch.device) -> Iterator[None]:
             _device_generator(device).set_state(device_state)
 
 
-def _numpy_random():  # type: ignore[no-untyped-def]
+def _numpy_random() -> Any:
     # Only where the script uses NumPy: its generator is loaded with it, and not loaded for us.
     return sys.modules.get("numpy.random")
 

@@ -183,10 +183,7 @@ def gather_rows(rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]
     raw = padded.contiguous().reshape(-1).view(torch.uint8)
     gathered = [torch.empty_like(raw) for _ in counts]
     dist.all_gather(gathered, raw)
-    return [
-        piece.view(rows.dtype).reshape(padded.shape)[:count]
-        for piece, count in zip(gathered, counts, strict=True)
-    ]
+    return [piece.view(rows.dtype).reshape(padded.shape)[:count] for piece, count in zip(gathered, counts, strict=True)]
 
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:

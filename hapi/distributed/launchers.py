@@ -85,7 +85,8 @@ def _refuse_half_set(environ: Mapping[str, str]) -> None:
     missing = [name for name in _RENDEZVOUS if not environ.get(name)]
     raise RuntimeError(
         f"WORLD_SIZE={environ['WORLD_SIZE']} is set, but {', '.join(missing)} "
-        f"{'is' if len(missing) == 1 else 'are'} not: several processes were meant, and this one cannot find the others. "
+        f"{'is' if len(missing) == 1 else 'are'} not: several processes were meant, and this one cannot find the "
+        "others. "
         "Start the script by `torchrun --nproc-per-node N script.py`, set all of RANK, WORLD_SIZE, MASTER_ADDR and "
         "MASTER_PORT, or set HAPI_LAUNCHER=off for one process."
     )

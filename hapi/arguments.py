@@ -1,0 +1,135 @@
+"""The arguments of Model's methods, checked before anything is started or written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hapi.checks import positive_int
+
+_STRATEGIES = ("auto", "ddp")
+_NAN_POLICIES = ("stop", "ignore")
+
+
+@dataclass
+class FitOptions:
+    """What `Model.fit` was given, data and callbacks aside."""
+
+    batch_size: int | Sequence[int] | None
+    global_batch_size: int | None
+    epochs: int
+    eval_freq: int
+    log_freq: int
+    save_dir: str | Path | None
+    save_freq: int
+    verbose: int
+    drop_last: bool | None
+    shuffle: bool | None
+    num_workers: int | None
+    accumulate_grad_batches: int
+    num_iters: int | None
+    resume: bool | str | Path | None
+    seed: int | None
+    nan_policy: str
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "eval_freq", "log_freq", "save_freq", "accumulate_grad_batches"):
+            positive_int(name, getattr(self, name), 1)
+        for name in ("num_iters", "global_batch_size"):
+            if getattr(self, name) is not None:
+                positive_int(name, getattr(self, name), 100)
+        for size in self.batch_size if isinstance(self.batch_size, tuple | list) else [self.batch_size]:
+            if size is not None:
+                positive_int("batch_size", size, 32)
+        check_reading(self.num_workers, self.verbose)
+        self._check_names()
+
+    @property
+    def train_batch(self) -> int | None:
+        """Samples per process and training step; None: not given."""
+        return self.batch_size[0] if isinstance(self.batch_size, Sequence) else self.batch_size
+
+    @property
+    def eval_batch(self) -> int | None:
+        """Samples per process and evaluation step; None: not given."""
+        return self.batch_size[1] if isinstance(self.batch_size, Sequence) else self.batch_size
+
+    def _check_names(self) -> None:
+        if isinstance(self.batch_size, Sequence) and len(self.batch_size) != 2:
+            raise ValueError(
+                f"batch_size received {self.batch_size!r}, a list of {len(self.batch_size)}, but there are two sizes, "
+                "of "
+                "training and of evaluation. Write batch_size=32 or batch_size=[32, 256]."
+            )
+        if self.batch_size is not None and self.global_batch_size is not None:
+            raise ValueError(
+                f"batch_size={self.batch_size!r} (per process) and global_batch_size={self.global_batch_size} (over "
+                "all "
+                "processes) were both given, and only one can decide. Leave one of them out."
+            )
+        if self.nan_policy not in _NAN_POLICIES:
+            raise ValueError(f'nan_policy received {self.nan_policy!r}, which is unknown. Write "stop" or "ignore".')
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
+            raise TypeError(f"seed received {self.seed!r}, which is not a whole number. Write seed=0, or leave it out.")
+        if self.resume not in (None, False):
+            raise ValueError(
+                f"resume={self.resume!r} was asked for, which this version of hapi cannot do yet: a run begins at its "
+                "start. "
+                "Load the weights by model.load(path), and leave resume out."
+            )
+
+
+def check_reading(num_workers: Any, verbose: Any) -> None:
+    """The arguments that fit, evaluate and predict share.
+
+    Raises:
+        TypeError: num_workers is no whole number.
+        ValueError: One of them is out of range.
+    """
+    if num_workers is not None and (isinstance(num_workers, bool) or not isinstance(num_workers, int)):
+        raise TypeError(
+            f"num_workers received {num_workers!r}, which is not a whole number. Write num_workers=2, or 0."
+        )
+    if num_workers is not None and num_workers < 0:
+        raise ValueError(f"num_workers received {num_workers}, but it counts processes. Write num_workers=2, or 0.")
+    if verbose not in (0, 1, 2):
+        raise ValueError(
+            f"verbose received {verbose!r}. Write 0 (silent), 1 (a bar) or 2 (a line every log_freq steps)."
+        )
+
+
+def check_network(network: Any) -> None:
+    """Raises TypeError unless it is a module."""
+    if isinstance(network, nn.Module):
+        return
+    hint = f"Model({network.__name__}())" if isinstance(network, type) else "Model(nn.Sequential(...))"
+    raise TypeError(
+        f"Model received {network!r:.100}, of type {type(network).__name__}, which is no torch.nn.Module. Write {hint}."
+    )
+
+
+def check_prepare(loss: Any, strategy: Any, clip_grad_norm: Any) -> None:
+    """The arguments of prepare that no other part checks.
+
+    Raises:
+        TypeError: The loss is nothing that can be called.
+        ValueError: The strategy is unknown, or the norm is not above zero.
+    """
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        raise TypeError(
+            f"loss received the class {loss.__name__}, which makes losses and is none. Write loss=nn.{loss.__name__}()."
+        )
+    for part in loss if isinstance(loss, list | tuple) else [loss]:
+        if part is not None and not callable(part):
+            raise TypeError(
+                f"loss received {part!r}, of type {type(part).__name__}, which cannot be called on (outputs, labels). "
+                "Write loss=nn.CrossEntropyLoss(), or a function of the two."
+            )
+    if strategy not in _STRATEGIES:
+        raise ValueError(f'strategy received {strategy!r}, which is unknown. Write "auto" or "ddp".')
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise ValueError(f"clip_grad_norm received {clip_grad_norm!r}, but a norm to clip at is above 0. Write 1.0.")

@@ -1,0 +1,248 @@
+"""What a batch looks like: any nesting of tensors. Walk it, count its samples, move it, split it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+Inputs = tuple[Any, ...] | dict[str, Any]
+
+
+def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Apply a function to every tensor of a nest, keeping the types of its containers.
+
+    Mappings, tuples, named tuples, lists and dataclasses are entered; NumPy arrays count as tensors; what is none of
+    these (text, numbers, None) stays as it is.
+    """
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if _is_packed(value):
+        return value.__class__(*(fn(part) if isinstance(part, torch.Tensor) else part for part in value))
+    if isinstance(value, Mapping):
+        return _rebuilt_mapping(value, {key: map_tensors(fn, item) for key, item in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return value.__class__(*(map_tensors(fn, item) for item in value))
+    if isinstance(value, tuple | list):
+        return value.__class__(map_tensors(fn, item) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        rebuilt = copy.copy(value)
+        for field in dataclasses.fields(value):
+            # The object's own setter refuses on a frozen dataclass; the copy is ours.
+            object.__setattr__(rebuilt, field.name, map_tensors(fn, getattr(value, field.name)))
+        return rebuilt
+    if is_array(value):
+        return fn(torch.as_tensor(value))
+    return value
+
+
+def leaves(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a nest, in order."""
+    found: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(keep, value)
+    return iter(found)
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is a NumPy array, found out without importing NumPy."""
+    return type(value).__module__ == "numpy" and hasattr(value, "__array__") and hasattr(value, "shape")
+
+
+def size_of(batch: Any) -> int:
+    """How many samples a batch holds: the first size of its first tensor that has one.
+
+    Raises:
+        TypeError: The batch holds no tensor with a batch dimension.
+    """
+    # The common case first: this runs once per step.
+    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    if isinstance(first, torch.Tensor) and first.dim() > 0:
+        return first.shape[0]
+    if _is_packed(first):
+        return int(first.batch_sizes[0])
+    for tensor in leaves(batch):
+        if tensor.dim() > 0:
+            return tensor.shape[0]
+    raise TypeError(
+        f"A batch of type {type(batch).__name__} holds no tensor with a batch dimension, so its samples cannot be "
+        "counted. Let the data set yield tensors, NumPy arrays or numbers, or give the DataLoader a collate_fn that "
+        "does."
+    )
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """The batch on a device.
+
+    On the CPU nothing is copied; to an accelerator, pinned memory is copied asynchronously.
+    """
+    if device.type == "cpu":
+        return map_tensors(_identity, batch) if _holds_arrays(batch) else batch
+    return _move(batch, device)
+
+
+def split_positional(batch: Sequence[Any], inputs: int | None, labels: int | None) -> tuple[Inputs, Any]:
+    """Split a tuple batch into its inputs and its labels.
+
+    Args:
+        batch: The elements.
+        inputs: How many leading elements are inputs, or None.
+        labels: How many trailing elements are labels, or None.
+
+    Returns:
+        The inputs as a tuple; the labels: None, the only one itself, or a tuple.
+    """
+    count = len(batch)
+    if inputs is None:
+        inputs = count - labels if labels is not None else max(1, count - 1)
+    stop = count if labels is None else inputs + labels
+    if inputs < 1 or inputs > count or stop > count:
+        raise ValueError(
+            f"A batch of {count} elements arrived, but Model(inputs={inputs}, labels={labels}) asks for more than that "
+            "(or leaves no input). Give Model the numbers that fit the data, such as inputs=1, labels=1."
+        )
+    return tuple(batch[:inputs]), _unwrap_single(tuple(batch[inputs:stop]))
+
+
+class Splitter:
+    """Splits a batch into the network's inputs and the labels, as `Model(network, inputs, labels)` says."""
+
+    def __init__(
+        self, network: nn.Module, inputs: int | Sequence[str] | None, labels: int | Sequence[str] | None
+    ) -> None:
+        self.is_default = inputs is None and labels is None
+        self._inputs = _checked_spec("inputs", inputs)
+        self._labels = _checked_spec("labels", labels)
+        parameters = inspect.signature(network.forward).parameters.values()
+        self._takes_any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self._names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+    def __call__(self, batch: Any) -> tuple[Inputs, Any]:
+        """The inputs (a tuple, or a dict for dict batches) and the labels (None, one, or a tuple)."""
+        fields = _named_fields(batch)
+        if fields is not None:
+            return self._split_named(fields)
+        if not isinstance(batch, tuple | list):
+            return (batch,), None
+        if isinstance(self._inputs, tuple) or isinstance(self._labels, tuple):
+            raise TypeError(
+                f"A batch of type {type(batch).__name__} arrived, but Model was given names "
+                f"(inputs={self._inputs}, labels={self._labels}), which belong to dict batches. "
+                "Write numbers instead, such as Model(network, inputs=1, labels=1)."
+            )
+        return split_positional(batch, self._inputs, self._labels)
+
+    def as_inputs(self, value: Any) -> Inputs:
+        """What a user passes as `inputs` of train_batch: one tensor, a tuple or list of several, or a dict."""
+        if isinstance(value, Mapping):
+            return dict(value)
+        return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+    def as_labels(self, value: Any) -> Any:
+        """What a user passes as `labels` of train_batch: None, one, or a tuple or list of several."""
+        return _unwrap_single(tuple(value)) if isinstance(value, tuple | list) else value
+
+    def _split_named(self, batch: Mapping[str, Any]) -> tuple[Inputs, Any]:
+        keys = list(batch)
+        labels = self._labels
+        if isinstance(self._inputs, tuple):
+            inputs = list(self._inputs)
+        elif self._takes_any_name:
+            inputs = [key for key in keys if not isinstance(labels, tuple) or key not in labels]
+        else:
+            inputs = [key for key in keys if key in self._names]
+        chosen = list(labels) if isinstance(labels, tuple) else [key for key in keys if key not in inputs]
+        missing = [key for key in [*inputs, *chosen] if key not in batch]
+        if missing or not inputs:
+            raise ValueError(
+                f"A batch with the keys {keys} arrived; network.forward takes {self._names}"
+                + (f", and the keys {missing} are not in the batch. " if missing else ", none of which is a key. ")
+                + f"Name the keys: Model(network, inputs=[{keys[0]!r}], labels=[{keys[-1]!r}])."
+            )
+        taken_by_name = self._takes_any_name or all(key in self._names for key in inputs)
+        values: Inputs = {key: batch[key] for key in inputs} if taken_by_name else tuple(batch[key] for key in inputs)
+        return values, _unwrap_single(tuple(batch[key] for key in chosen))
+
+
+def call_network(network: nn.Module, inputs: Inputs) -> Any:
+    """network(*inputs), or network(**inputs) for a dict."""
+    return network(**inputs) if isinstance(inputs, dict) else network(*inputs)
+
+
+def as_arguments(value: Any) -> tuple[Any, ...]:
+    """Outputs or labels as positional arguments of a loss: several are spread, one is passed as it is."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def _named_fields(batch: Any) -> Mapping[str, Any] | None:
+    if isinstance(batch, Mapping):
+        return batch
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return None
+
+
+def _checked_spec(name: str, spec: Any) -> int | tuple[str, ...] | None:
+    if spec is None or (isinstance(spec, int) and not isinstance(spec, bool) and spec >= (name == "inputs")):
+        return spec
+    if isinstance(spec, tuple | list) and spec and all(isinstance(key, str) for key in spec):
+        return tuple(spec)
+    raise TypeError(
+        f"Model received {name}={spec!r}, which says neither how many elements of a tuple batch nor which keys of a "
+        "dict "
+        f'batch are {name}. Write a number ({name}=1) or a list of keys ({name}=["x"]).'
+    )
+
+
+def _unwrap_single(values: tuple[Any, ...]) -> Any:
+    if not values:
+        return None
+    return values[0] if len(values) == 1 else values
+
+
+def _rebuilt_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(original) is dict:
+        return items
+    try:
+        rebuilt = copy.copy(original)
+        rebuilt.update(items)  # type: ignore[attr-defined]
+        return rebuilt
+    except (TypeError, AttributeError):
+        # A read-only mapping: a plain dict has the same keys.
+        return items
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, nn.utils.rnn.PackedSequence)
+
+
+def _holds_arrays(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return False
+    if isinstance(value, Mapping):
+        return any(_holds_arrays(item) for item in value.values())
+    if isinstance(value, tuple | list):
+        return any(_holds_arrays(item) for item in value)
+    return is_array(value) or dataclasses.is_dataclass(value)
+
+
+def _move(value: Any, device: torch.device) -> Any:
+    def to_device(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, non_blocking=tensor.is_pinned())
+
+    return map_tensors(to_device, value)
+
+
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

@@ -1,0 +1,212 @@
+"""What a checkpoint holds, and how it goes back in.
+
+A checkpoint at `path` is two files. `path.pt` is the plain state dict of the network, which torch.load and
+load_state_dict take. `path.opt.pt` holds what else a run needs to go on; `TRAINING_STATES` is the list. Both carry one
+id: a pair is whole only if the ids agree, since two files cannot be renamed in one stroke.
+"""
+
+from __future__ import annotations
+
+import uuid
+import warnings
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from hapi import files
+
+TRAINING_STATES = ("optimizer", "scheduler", "scaler", "counters", "position", "callbacks")
+"""The entries of `path.opt.pt`, `format` and `id` aside."""
+
+_FORMAT = 1
+# What DDP and torch.compile put before, or into, the names of a state dict.
+_WRAPPER_NAMES = ("module", "_orig_mod")
+
+
+def weights_path(path: str | Path) -> Path:
+    """`path.pt`; a path that ends so already is taken as it is."""
+    text = str(path)
+    if not text or text.endswith(("/", "\\")):
+        raise ValueError(
+            f"save and load received the path {text!r}, which names a folder and no file. "
+            'Write a name without ending, such as "checkpoints/mnist".'
+        )
+    return Path(text if text.endswith(".pt") else f"{text}.pt")
+
+
+def training_path(path: str | Path) -> Path:
+    """`path.opt.pt`."""
+    weights = weights_path(path)
+    return weights.with_name(weights.name.removesuffix(".pt") + ".opt.pt")
+
+
+def save(path: str | Path, network: nn.Module, training: Mapping[str, Any]) -> None:
+    """Write both files, the weights last.
+
+    Args:
+        path: Without ending.
+        network: The unwrapped network.
+        training: One entry for each of `TRAINING_STATES`.
+
+    Raises:
+        TypeError: Something in them would be refused when loaded; the message names its key.
+        OSError: The files cannot be written.
+    """
+    identity = uuid.uuid4().hex
+    weights = network.state_dict()
+    metadata = getattr(weights, "_metadata", None)
+    plain = OrderedDict((key, files.as_plain(value, f"network[{key!r}]")) for key, value in weights.items())
+    # Strict loads ignore entries of the metadata that name no module.
+    plain._metadata = OrderedDict({**(metadata or {}), "hapi": {"id": identity}})  # type: ignore[attr-defined]
+    content = {"format": _FORMAT, "id": identity, **{name: training[name] for name in TRAINING_STATES}}
+    checked = {name: files.as_plain(value, name) for name, value in content.items()}
+    files.write(training_path(path), checked)
+    files.write(weights_path(path), plain)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The contents of a `path.pt`."""
+
+    source: Path
+    state: Mapping[str, Any]
+    identity: str | None
+    """The id that pairs it with its `.opt.pt`; None for a file that `save` did not write."""
+
+
+def read_weights(path: str | Path) -> Weights:
+    """Read the state dict of a network.
+
+    Args:
+        path: As it was given to `save`, or any file of a state dict.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is damaged, or holds something else.
+    """
+    source = weights_path(path)
+    if not source.exists() and Path(path).is_file():
+        source = Path(path)
+    loaded = files.read(source)
+    if not isinstance(loaded, Mapping) or not all(isinstance(key, str) for key in loaded):
+        raise ValueError(
+            f"{source} holds a {type(loaded).__name__}, not the state dict of a network. "
+            "Load a file that was written by save, or by torch.save(network.state_dict(), path)."
+        )
+    metadata = getattr(loaded, "_metadata", None) or {}
+    return Weights(source, loaded, metadata.get("hapi", {}).get("id"))
+
+
+def put_weights(weights: Weights, network: nn.Module, skip_mismatch: bool) -> list[str]:
+    """Put weights into the network.
+
+    Args:
+        weights: What `read_weights` gave.
+        network: Where to, on whatever device it is.
+        skip_mismatch: Leave out missing, unexpected and wrongly shaped entries, and name them in a warning.
+
+    Returns:
+        What was skipped, one line a kind.
+
+    Raises:
+        ValueError: The weights are of another network, and `skip_mismatch` is False.
+    """
+    expected = network.state_dict()
+    state = _unwrapped_names(weights.state, expected)
+    fitting = {key: value for key, value in state.items() if _fits(value, expected.get(key))}
+    problems = _differences(state, expected, fitting)
+    if problems and not skip_mismatch:
+        raise ValueError(
+            f"{weights.source} is of another network: {'; '.join(problems)}. "
+            "Build the network that was saved, or pass skip_mismatch=True to load what fits."
+        )
+    if problems:
+        loaded = f"loaded {len(fitting)} of {len(expected)} entries"
+        warnings.warn(f"{weights.source}: {loaded}. Skipped: {'; '.join(problems)}", stacklevel=3)
+    network.load_state_dict(fitting, strict=False)
+    return problems
+
+
+def read_training(path: str | Path, identity: str | None) -> dict[str, Any] | None:
+    """What `path.opt.pt` holds, if it belongs to the weights with this id; None where there is no such file.
+
+    Raises:
+        ValueError: It is damaged, or of another save than the weights.
+    """
+    source = training_path(path)
+    if not source.exists():
+        return None
+    content = files.read(source)
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise ValueError(
+            f"{source} is not the training state of a checkpoint of this version. "
+            "Pass reset_optimizer=True to load the weights alone."
+        )
+    if content["id"] != identity:
+        raise ValueError(
+            f"{source} and {weights_path(path).name} are of two different saves: the pair is not whole. "
+            "Load another checkpoint, or pass reset_optimizer=True to load the weights alone."
+        )
+    return content
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Put a saved state into an optimizer, on whatever device its parameters are.
+
+    Raises:
+        ValueError: It is of an optimizer with other parameters.
+    """
+    try:
+        optimizer.load_state_dict(state)
+    except (ValueError, KeyError) as error:
+        raise ValueError(
+            f"The saved optimizer state does not fit this {type(optimizer).__name__} ({error}). "
+            "Make the optimizer as it was when saved, or pass reset_optimizer=True."
+        ) from error
+    # torch casts the state to the parameters' dtype: float32 moments of a bfloat16 parameter would lose bits.
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, saved in state["state"].items():
+        for name, value in saved.items():
+            current = optimizer.state[parameters[index]].get(name)
+            if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor) and current.dtype != value.dtype:
+                optimizer.state[parameters[index]][name] = value.to(current.device)
+
+
+def _unwrapped_names(state: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries without the names of wrappers, unless the network itself has such names."""
+
+    def bare(key: str) -> str:
+        if key in expected:
+            return key
+        return ".".join(part for part in key.split(".") if part not in _WRAPPER_NAMES)
+
+    return {bare(key): value for key, value in state.items()}
+
+
+def _fits(value: Any, expected: Any) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(expected, torch.Tensor):
+        # A lazy module has no shape yet, and takes any.
+        return is_lazy(expected) or value.shape == expected.shape
+    return expected is not None and not isinstance(value, torch.Tensor) and not isinstance(expected, torch.Tensor)
+
+
+def _differences(state: Mapping[str, Any], expected: Mapping[str, Any], fitting: Mapping[str, Any]) -> list[str]:
+    missing = [key for key in expected if key not in state]
+    unexpected = [key for key in state if key not in expected]
+    shapes = [
+        f"{key} ({_shape(state[key])} in the file, {_shape(expected[key])} in the network)"
+        for key in state
+        if key in expected and key not in fitting
+    ]
+    named = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
+    return [f"{kind}: {', '.join(keys)}" for kind, keys in named.items() if keys]
+
+
+def _shape(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__

@@ -1,0 +1,125 @@
+"""What the loop reads: a `Feed` gives this process its pieces of each step, whatever the data is.
+
+Read here how map-style data is shared out; `loaders.py` does it for the user's own DataLoader, `streams.py` for what
+has no indices.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader
+
+from hapi import batch as batches
+from hapi.data.order import GlobalOrder
+from hapi.data.sources import BatchSource, labels_of
+from hapi.data.workers import KeyedBatch, KeyedDataset, RefillableSampler, WorkerInit
+
+
+class Piece(NamedTuple):
+    """One process's share of one step."""
+
+    batch: Any
+    """This rank's batch on the CPU; None where it has none in this step."""
+    size: int
+    """Samples in it."""
+    total: int
+    """Samples of the step over all ranks."""
+    position: int | torch.Tensor
+    """Where its rows belong in the data set's order: the number of the batch among all ranks' batches, or (size,) int64
+    positions of single rows."""
+
+
+class Feed(ABC):
+    """The data of one pass, as this process sees it.
+
+    Attributes:
+        steps: Steps per epoch, the same on every rank; None where it shows only at the end.
+        samples: Samples per epoch over all ranks, or None.
+        ordered: Whether `Piece.position` gives the data set's own order; otherwise ranks' rows come in turn.
+    """
+
+    steps: int | None = None
+    samples: int | None = None
+    ordered: bool = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @abstractmethod
+    def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
+        """The pieces of an epoch, from step `start` on. Every rank takes the same number of them."""
+
+    def labels(self) -> torch.Tensor | None:
+        """All labels, (n,) int64, where they lie in memory; None where they would have to be read."""
+        return None
+
+    def place(self, batch: Any) -> Any:
+        """The batch on the device, ready for the network."""
+        return batches.move(batch, self._device)
+
+
+class SourceFeed(Feed):
+    """In-memory data, indexed a batch at a time in this process."""
+
+    def __init__(self, source: BatchSource, order: GlobalOrder, device: torch.device) -> None:
+        super().__init__(device)
+        self._source = source
+        self._order = order
+        self.steps = order.steps
+        self.samples = order.samples
+        self._pin = device.type == "cuda"
+
+    def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
+        """See `Feed.pieces`."""
+        fetch = self._source.fetch_batch
+        for position, (indices, total, _) in self._order.numbered(epoch, start):
+            size = len(indices)
+            batch = None
+            if size:
+                batch = fetch(indices)
+                if self._pin:
+                    batch = batches.map_tensors(torch.Tensor.pin_memory, batch)
+            yield Piece(batch, size, total, position)
+
+    def labels(self) -> torch.Tensor | None:
+        """See `Feed.labels`."""
+        return labels_of(self._source)
+
+    def place(self, batch: Any) -> Any:
+        """The batch on the device, its transform finished there for the whole batch."""
+        return self._source.finish_batch(super().place(batch))
+
+
+class DatasetFeed(Feed):
+    """A map-style data set, read through a DataLoader of our own."""
+
+    def __init__(self, dataset: Any, order: GlobalOrder, device: torch.device, num_workers: int) -> None:
+        super().__init__(device)
+        self._order = order
+        self._sampler = RefillableSampler()
+        self._loader: DataLoader[Any] = DataLoader(
+            KeyedDataset(dataset),
+            batch_sampler=self._sampler,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            pin_memory=device.type == "cuda",
+            worker_init_fn=WorkerInit(None) if num_workers else None,
+        )
+        self.steps = order.steps
+        self.samples = order.samples
+
+    def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
+        """See `Feed.pieces`."""
+        self._sampler.refill(
+            KeyedBatch(share.indices.tolist(), share.key)
+            for share in self._order.shares(epoch, start)
+            if len(share.indices)
+        )
+        loaded = iter(self._loader)
+        for position, (indices, total, _) in self._order.numbered(epoch, start):
+            size = len(indices)
+            yield Piece(next(loaded) if size else None, size, total, position)

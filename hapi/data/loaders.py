@@ -1,0 +1,184 @@
+"""The user's own DataLoader, shared out among the ranks without being made anew.
+
+Its batch sampler decides: it is iterated on rank 0, its batches of indices are broadcast in pieces, and step `s` takes
+batches `sW ... sW+W-1`, one a rank. The loader that reads them is a shallow copy, so its class, attributes, workers and
+collate function are the user's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterable, Iterator, Sized
+from itertools import islice
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from hapi import batch as batches
+from hapi import rng
+from hapi.data.feeds import Feed, Piece
+from hapi.data.streams import (
+    IterableFeed,
+    PositionedCollate,
+    SelfShardedFeed,
+    ShardedIterable,
+    in_step,
+    set_epoch,
+    shards_itself,
+)
+from hapi.data.workers import KeyedBatch, KeyedDataset, KeyedItem, RefillableSampler, WorkerInit
+from hapi.distributed import group
+
+_BATCHES_PER_BROADCAST = 64
+
+
+def loader_feed(loader: DataLoader[Any], device: torch.device, seed: int, lockstep: bool) -> Feed:
+    """A feed over the user's DataLoader."""
+    if isinstance(loader.dataset, IterableDataset):
+        if shards_itself(loader):
+            return SelfShardedFeed(loader, device, lockstep)
+        return IterableFeed(_with_shards(loader), device, lockstep)
+    if shards_itself(loader):
+        return SelfShardedFeed(loader, device, lockstep)
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        if group.get_world_size() == 1:
+            return SelfShardedFeed(loader, device, lockstep)
+        raise TypeError(
+            f"A {type(loader).__name__} arrived, a DataLoader whose own __iter__ may ignore its batch sampler, so that "
+            "its "
+            f"batches cannot be shared out among {group.get_world_size()} processes. Put the logic into a "
+            "batch_sampler, a "
+            "collate_fn or the data set; or shard by yourself and set `sharded = True` on the loader."
+        )
+    return SharedLoaderFeed(loader, device, seed, lockstep)
+
+
+class SharedLoaderFeed(Feed):
+    """A map-style DataLoader whose order is drawn on rank 0 and shared out."""
+
+    def __init__(self, loader: DataLoader[Any], device: torch.device, seed: int, lockstep: bool) -> None:
+        super().__init__(device)
+        self._given = loader
+        self._seed = seed
+        self._lockstep = lockstep
+        self._rank = group.get_rank()
+        self._world_size = group.get_world_size()
+        self._batched = loader.batch_sampler is not None
+        self._sampler = RefillableSampler()
+        self._loader = _with_order(loader, self._sampler, self._batched)
+        # A collate function of the user's may drop or join samples; only then are sizes agreed on at run time.
+        self._sizes_known = self._batched and loader.collate_fn is default_collate
+        order: Any = loader.batch_sampler if self._batched else loader.sampler
+        if isinstance(order, Sized):
+            self.steps = -(-len(order) // self._world_size)
+
+    def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
+        """See `Feed.pieces`."""
+        planned = self._planned(epoch, start)
+        if self._sizes_known:
+            return planned
+        local = ((p.batch, batches.size_of(p.batch), p.position) for p in planned if p.batch is not None)
+        return in_step(local, self._lockstep)
+
+    def _planned(self, epoch: int, start: int) -> Iterator[Piece]:
+        """The pieces with sizes as the indices tell them."""
+        rounds = islice(self._rounds(epoch), start, None)
+        ahead: deque[list[list[int]]] = deque()
+        waiting: deque[Any] = deque()
+        depth = self._loader.num_workers * (self._loader.prefetch_factor or 0) + 2
+        step = start
+
+        def take_rounds() -> None:
+            # The loader asks for batches ahead of time and at its own moments. Broadcasts happen here alone, at the
+            # same steps on every rank.
+            for dealt in islice(rounds, depth - len(ahead)):
+                if self._rank < len(dealt):
+                    key = rng.mix(self._seed, rng.FETCH, epoch, step + len(ahead), self._rank)
+                    waiting.append(_keyed(dealt[self._rank], key, self._batched))
+                ahead.append(dealt)
+
+        take_rounds()
+        self._sampler.refill(iter(lambda: waiting.popleft() if waiting else None, None))
+        loaded = iter(self._loader)
+        while ahead:
+            dealt = ahead.popleft()
+            mine = self._rank < len(dealt)
+            sizes = [len(indices) for indices in dealt]
+            batch = next(loaded) if mine else None
+            position = step * self._world_size + self._rank
+            step += 1
+            take_rounds()
+            yield Piece(batch, sizes[self._rank] if mine else 0, sum(sizes), position)
+
+    def _rounds(self, epoch: int) -> Iterator[list[list[int]]]:
+        """The batches of indices of each step, one a rank; fewer in the last."""
+        drawn = self._drawn(epoch) if self._rank == 0 else iter(())
+        per_broadcast = _BATCHES_PER_BROADCAST * self._world_size
+        number = 0
+        while True:
+            if self._rank == 0:
+                rng.set_streams(rng.mix(self._seed, rng.ORDER, epoch, number))
+            chunk = group.broadcast_object(list(islice(drawn, per_broadcast)))
+            for first in range(0, len(chunk), self._world_size):
+                yield chunk[first : first + self._world_size]
+            if len(chunk) < per_broadcast:
+                return
+            number += 1
+
+    def _drawn(self, epoch: int) -> Iterator[list[int]]:
+        """The order as the user's loader would draw it (on rank 0 alone)."""
+        set_epoch(self._given, epoch)
+        # A pass over a DataLoader draws its workers' base seed first; with a generator that the sampler shares, the
+        # order comes after it.
+        torch.empty((), dtype=torch.int64).random_(generator=self._given.generator)
+        batch_sampler = self._given.batch_sampler
+        if batch_sampler is not None:
+            for indices in batch_sampler:
+                yield list(indices)
+        else:
+            for index in self._given.sampler:
+                yield [index]
+
+
+def iterable_loader(
+    dataset: IterableDataset[Any], batch_size: int, num_workers: int, drop_last: bool, pin_memory: bool
+) -> DataLoader[Any]:
+    """A DataLoader of our own over an iterable data set."""
+    return DataLoader(
+        ShardedIterable(dataset, group.get_rank(), group.get_world_size()),
+        batch_size=batch_size,
+        num_workers=num_workers,
+        drop_last=drop_last,
+        persistent_workers=num_workers > 0,
+        pin_memory=pin_memory,
+        collate_fn=PositionedCollate(default_collate, batched=True),
+        worker_init_fn=WorkerInit(None) if num_workers else None,
+    )
+
+
+def _copied(loader: DataLoader[Any], **replaced: Any) -> DataLoader[Any]:
+    copied = copy.copy(loader)
+    # DataLoader's own setter refuses to change these after construction; on a copy of ours it is safe. The live
+    # workers of the original, if any, stay its own.
+    copied.__dict__.update(replaced, _iterator=None, generator=None)
+    if loader.num_workers:
+        copied.worker_init_fn = WorkerInit(loader.worker_init_fn)
+    return copied
+
+
+def _with_order(loader: DataLoader[Any], sampler: RefillableSampler, batched: bool) -> DataLoader[Any]:
+    place = "batch_sampler" if batched else "sampler"
+    return _copied(loader, dataset=KeyedDataset(loader.dataset), **{place: sampler})
+
+
+def _with_shards(loader: DataLoader[Any]) -> DataLoader[Any]:
+    dataset = ShardedIterable(cast(Iterable[Any], loader.dataset), group.get_rank(), group.get_world_size())
+    copied = _copied(loader, dataset=dataset)
+    copied.collate_fn = PositionedCollate(loader.collate_fn, loader.batch_size is not None)
+    return copied
+
+
+def _keyed(indices: list[int], key: int, batched: bool) -> KeyedBatch | KeyedItem:
+    return KeyedBatch(indices, key) if batched else KeyedItem(indices[0], key)

@@ -1,0 +1,178 @@
+"""Which feed serves which kind of data: the one place where a sampler is injected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from hapi import rng
+from hapi.batch import map_tensors
+from hapi.data.feeds import DatasetFeed, Feed, SourceFeed
+from hapi.data.loaders import iterable_loader, loader_feed
+from hapi.data.order import GlobalOrder
+from hapi.data.sources import as_batch_source, is_columns
+from hapi.data.streams import BatchesFeed, IterableFeed, SelfShardedFeed, shards_itself
+from hapi.distributed import group
+
+DEFAULT_BATCH_SIZE = 32
+
+
+@dataclass(frozen=True)
+class Request:
+    """How data is to be read: the arguments of fit, evaluate and predict that concern it.
+
+    None means that the user said nothing, which is all that fits a DataLoader or a list of batches.
+    """
+
+    name: str
+    """The argument's name, for messages: "train_data", "eval_data", "test_data"."""
+    batch_size: int | None = None
+    global_batch_size: int | None = None
+    shuffle: bool | None = None
+    drop_last: bool | None = None
+    num_workers: int | None = None
+    seed: int = 0
+    lockstep: bool = True
+    """Training: ranks take equally many steps and share short batches evenly. False: evaluation and prediction."""
+
+    def global_batch(self, world_size: int) -> int:
+        """Samples per step over all ranks."""
+        if self.global_batch_size is not None:
+            return self.global_batch_size
+        return (self.batch_size or DEFAULT_BATCH_SIZE) * world_size
+
+
+def make_feed(data: Any, request: Request, device: torch.device) -> Feed:
+    """Give the feed for any kind of data.
+
+    Args:
+        data: A map-style or iterable data set, a DataLoader, tensors or arrays, a list or other re-iterable of batches.
+        request: How to read it.
+        device: Where the network computes.
+
+    Raises:
+        TypeError: The data is of no kind that can be trained on, or cannot be iterated twice.
+        ValueError: It is empty, or options were given that contradict it.
+    """
+    feed = _choose(data, request, device)
+    if feed.steps == 0 or feed.samples == 0:
+        raise _empty(data, request, feed)
+    return feed
+
+
+def _choose(data: Any, request: Request, device: torch.device) -> Feed:
+    if isinstance(data, DataLoader):
+        _refuse_options(request, "a DataLoader", "to the DataLoader")
+        return loader_feed(data, device, request.seed, request.lockstep)
+    if isinstance(data, IterableDataset):
+        return _iterable(data, request, device)
+    source = as_batch_source(data) if is_columns(data) or _is_map_style(data) else None
+    if source is not None or _is_map_style(data):
+        length = len(source) if source is not None else len(data)
+        order = _order(length, request)
+        if source is not None and not request.num_workers:
+            return SourceFeed(source, order, device)
+        return DatasetFeed(_per_sample(data, source), order, device, request.num_workers or 0)
+    if isinstance(data, Iterator):
+        raise TypeError(
+            f"{request.name} is a {type(data).__name__}, which can be iterated only once: a second epoch would be "
+            "empty. "
+            "Pass a list of batches, a Dataset or a DataLoader, or an object whose __iter__ starts anew each time."
+        )
+    if isinstance(data, Iterable) and not isinstance(data, str | bytes | dict):
+        _refuse_options(request, "a list of batches", "when the batches are made")
+        return SelfShardedFeed(data, device, request.lockstep) if shards_itself(data) else BatchesFeed(data, device)
+    raise TypeError(
+        f"{request.name} is of type {type(data).__name__}, which is neither a data set (with __getitem__ and __len__), "
+        "nor "
+        "iterable, nor tensors. Pass a Dataset, a DataLoader, tensors such as (x, y), or a list of batches."
+    )
+
+
+def _is_map_style(data: Any) -> bool:
+    return (
+        hasattr(data, "__getitem__")
+        and hasattr(data, "__len__")
+        and not isinstance(data, list | tuple | dict | str | bytes)
+    )
+
+
+def _order(length: int, request: Request) -> GlobalOrder:
+    world_size = group.get_world_size()
+    return GlobalOrder(
+        length,
+        request.global_batch(world_size),
+        world_size,
+        group.get_rank(),
+        # Training shuffles unless told otherwise; evaluation never does.
+        shuffle=request.lockstep if request.shuffle is None else request.shuffle,
+        drop_last=bool(request.drop_last),
+        seed=request.seed,
+        even=request.lockstep,
+        purpose=rng.FETCH if request.lockstep else rng.EVALUATE,
+    )
+
+
+def _per_sample(data: Any, source: Any) -> Any:
+    """Data for workers, which read sample by sample: columns have to look like a data set."""
+    if not is_columns(data):
+        return data
+    return _Rows(source)
+
+
+class _Rows(torch.utils.data.Dataset[Any]):
+    """Columns as a map-style data set, for the workers of a DataLoader."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> Any:
+        row = self._source.fetch_batch(torch.tensor([index]))
+        return map_tensors(lambda tensor: tensor[0], row)
+
+
+def _iterable(data: IterableDataset[Any], request: Request, device: torch.device) -> Feed:
+    if request.shuffle:
+        raise ValueError(
+            f"shuffle=True was given with {request.name} of type {type(data).__name__}, an iterable data set, whose "
+            "order is "
+            "its own. Leave shuffle out, and shuffle inside the data set."
+        )
+    world_size = group.get_world_size()
+    batch_size = -(-request.global_batch(world_size) // world_size)
+    loader = iterable_loader(data, batch_size, request.num_workers or 0, bool(request.drop_last), device.type == "cuda")
+    return IterableFeed(loader, device, request.lockstep)
+
+
+def _refuse_options(request: Request, kind: str, where: str) -> None:
+    given = [
+        f"{name}={value!r}"
+        for name in ("batch_size", "global_batch_size", "shuffle", "drop_last", "num_workers")
+        if (value := getattr(request, name)) is not None
+    ]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} was given together with {request.name} that is {kind}, which has already decided it. "
+            f"Leave it out here, and set it {where}."
+        )
+
+
+def _empty(data: Any, request: Request, feed: Feed) -> ValueError:
+    length = len(data) if hasattr(data, "__len__") else 0
+    if request.drop_last and length:
+        return ValueError(
+            f"{request.name} has {length} samples, fewer than one global batch of "
+            f"{request.global_batch(group.get_world_size())}, and drop_last=True leaves none of them. "
+            "Make batch_size smaller, or leave drop_last out."
+        )
+    return ValueError(
+        f"{request.name} is empty ({type(data).__name__} of length {length}), so there is nothing to compute on. "
+        "Pass data with at least one sample; check the path or the filter that made it."
+    )

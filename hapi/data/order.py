@@ -1,0 +1,120 @@
+"""Who gets which sample in which step: the order of an epoch, cut into global batches and those into ranks' parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from hapi import rng
+
+
+class Share(NamedTuple):
+    """One rank's part of one global batch."""
+
+    indices: torch.Tensor
+    """(size,) int64, into the data set."""
+    total: int
+    """Samples of the whole global batch."""
+    key: int
+    """Where the random streams start for this part: differs between epochs, steps and ranks."""
+
+
+def filled_part(total: int, size: int, rank: int) -> tuple[int, int]:
+    """Cut `total` samples into parts of `size`, in rank order: the batches that one process would make."""
+    return min(total, rank * size), min(total, (rank + 1) * size)
+
+
+def even_part(total: int, world_size: int, rank: int, single: bool) -> tuple[int, int]:
+    """Cut `total` samples into contiguous parts of nearly equal size, one a rank.
+
+    Args:
+        total: Samples of the global batch.
+        world_size: Ranks.
+        rank: Whose part.
+        single: Whether a part may hold one sample where the whole has more. BatchNorm cannot train on one
+            sample, so a short batch rather leaves ranks without any.
+
+    Returns:
+        Start and stop within the global batch; equal for a rank without samples.
+    """
+    ranks = world_size if single else min(world_size, max(1, total // 2))
+    if rank >= ranks:
+        return total, total
+    base, extra = divmod(total, ranks)
+    start = rank * base + min(rank, extra)
+    return start, start + base + (rank < extra)
+
+
+class GlobalOrder:
+    """The order of a map-style data set, the same at any world size.
+
+    Args:
+        length: Samples in the data set.
+        global_batch: Samples per step over all ranks.
+        world_size: Ranks.
+        rank: This one.
+        shuffle: Draw a new order each epoch from (seed, epoch); otherwise the data set's own.
+        drop_last: Leave out a last, short global batch.
+        seed: Of the order and of the keys.
+        even: Cut short global batches evenly (training); otherwise fill one rank's batch after the other, so that the
+            ranks' batches are exactly those of one process (evaluation, prediction).
+        purpose: Of the keys: `rng.FETCH` or `rng.EVALUATE`.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        global_batch: int,
+        world_size: int,
+        rank: int,
+        *,
+        shuffle: bool,
+        drop_last: bool,
+        seed: int,
+        even: bool = True,
+        purpose: int = rng.FETCH,
+    ) -> None:
+        self._length = length
+        self._global_batch = global_batch
+        self._world_size = world_size
+        self._rank = rank
+        self._shuffle = shuffle
+        self._drop_last = drop_last
+        self._seed = seed
+        self._purpose = purpose
+        self._even = even
+        self.steps = length // global_batch if drop_last else -(-length // global_batch)
+        self.samples = self.steps * global_batch if drop_last else length
+
+    def shares(self, epoch: int, start: int = 0) -> Iterator[Share]:
+        """This rank's part of each step of an epoch, from step `start` on."""
+        permutation = self._permutation(epoch)
+        for step in range(start, self.steps):
+            first = step * self._global_batch
+            total = min(self._global_batch, self._length - first)
+            begin, end = self._part(total)
+            indices = (
+                torch.arange(first + begin, first + end)
+                if permutation is None
+                else permutation[first + begin : first + end]
+            )
+            yield Share(indices, total, rng.mix(self._seed, self._purpose, epoch, step, self._rank))
+
+    def numbered(self, epoch: int, start: int = 0) -> Iterator[tuple[int, Share]]:
+        """The shares with their numbers among all ranks' batches: the order in which their rows belong together."""
+        for step, share in enumerate(self.shares(epoch, start), start):
+            yield step * self._world_size + self._rank, share
+
+    def _part(self, total: int) -> tuple[int, int]:
+        if not self._even:
+            return filled_part(total, -(-self._global_batch // self._world_size), self._rank)
+        single = self._global_batch // self._world_size <= 1
+        return even_part(total, self._world_size, self._rank, single)
+
+    def _permutation(self, epoch: int) -> torch.Tensor | None:
+        if not self._shuffle:
+            return None
+        generator = torch.Generator().manual_seed(rng.mix(self._seed, rng.ORDER, epoch) >> 1)
+        return torch.randperm(self._length, generator=generator)

@@ -1,0 +1,125 @@
+"""Data that can be indexed a whole batch at a time: tensors, arrays, and the data sets of `hapi.datasets`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+import torch
+from torch.utils.data import Subset, TensorDataset
+
+from hapi.batch import is_array, leaves, map_tensors
+
+
+class BatchSource(Protocol):
+    """A data set that gives a batch in one call."""
+
+    def __len__(self) -> int: ...
+
+    def fetch_batch(self, indices: torch.Tensor) -> Any:
+        """The batch of these (B,) int64 indices, on the CPU."""
+
+    def finish_batch(self, batch: Any) -> Any:
+        """What is left to do once the batch lies on the device, such as converting and normalizing images."""
+
+
+class Columns:
+    """Tensors of equal length, side by side, as one data set: `x`, `(x, y)`, or a dict of them."""
+
+    def __init__(self, columns: Any) -> None:
+        self._columns = (
+            {name: _as_stored(column) for name, column in columns.items()}
+            if isinstance(columns, Mapping)
+            else tuple(_as_stored(column) for column in columns)
+            if isinstance(columns, tuple)
+            else _as_stored(columns)
+        )
+        lengths = [len(column) for column in leaves(self._columns)]
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"Columns of different lengths arrived: {lengths}. A sample is one row of each, so they must agree. "
+                "Pass (x, y) with len(x) == len(y); a list, [batch, batch, ...], is taken as batches."
+            )
+        self._length = lengths[0]
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def last_column(self) -> torch.Tensor | None:
+        """The last of several columns: the labels, unless Model was told otherwise."""
+        several = isinstance(self._columns, tuple) and len(self._columns) > 1
+        return self._columns[-1] if several else None
+
+    def fetch_batch(self, indices: torch.Tensor) -> Any:
+        """The rows, copied: what the network does to them in place must not reach the user's tensors."""
+        return map_tensors(lambda column: column.index_select(0, indices), self._columns)
+
+    def finish_batch(self, batch: Any) -> Any:
+        """Nothing is left to do."""
+        return batch
+
+
+class SubsetSource:
+    """A `torch.utils.data.Subset` of a batch source."""
+
+    def __init__(self, source: BatchSource, indices: Any) -> None:
+        self.source = source
+        self.indices = torch.as_tensor(indices, dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def fetch_batch(self, indices: torch.Tensor) -> Any:
+        """The rows of the underlying source."""
+        return self.source.fetch_batch(self.indices[indices])
+
+    def finish_batch(self, batch: Any) -> Any:
+        """As the underlying source does."""
+        return self.source.finish_batch(batch)
+
+
+def as_batch_source(data: Any) -> BatchSource | None:
+    """The data as a batch source, or None where it has to be read sample by sample."""
+    if is_columns(data):
+        return Columns(data)
+    if type(data) is TensorDataset:
+        return Columns(data.tensors)
+    if type(data) is Subset:
+        source = as_batch_source(data.dataset)
+        return SubsetSource(source, data.indices) if source is not None else None
+    if getattr(data, "batched", False) and hasattr(data, "fetch_batch"):
+        return cast(BatchSource, data)
+    return None
+
+
+def labels_of(source: Any) -> torch.Tensor | None:
+    """The last column of a source where it holds class numbers, (n,) int64; else None."""
+    if isinstance(source, SubsetSource):
+        labels = labels_of(source.source)
+        return labels[source.indices] if labels is not None else None
+    labels = source.last_column if isinstance(source, Columns) else getattr(source, "targets", None)
+    if isinstance(labels, torch.Tensor) and labels.dtype == torch.int64 and labels.dim() == 1:
+        return labels
+    return None
+
+
+def is_columns(data: Any) -> bool:
+    """Whether the data is a tensor or array, or a tuple or dict of them."""
+    if isinstance(data, torch.Tensor) or is_array(data):
+        return True
+    parts = list(data.values()) if isinstance(data, Mapping) else data if isinstance(data, tuple) else []
+    return bool(parts) and all(isinstance(item, torch.Tensor) or is_array(item) for item in parts)
+
+
+def _as_stored(column: Any) -> torch.Tensor:
+    tensor = torch.as_tensor(column)
+    if tensor.dim() == 0:
+        raise ValueError(
+            f"A tensor without dimensions arrived as data ({column!r}), which has no rows to train on. "
+            "Pass tensors whose first dimension counts the samples."
+        )
+    if is_array(column) and tensor.dtype == torch.float64:
+        # NumPy makes float64 unasked, and no layer takes it; who wants doubles passes a tensor.
+        tensor = tensor.to(torch.get_default_dtype())
+    return tensor.detach().cpu()

@@ -1,0 +1,237 @@
+"""Data without indices: iterable data sets, lists of batches, loaders that shard themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from itertools import islice
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data._utils import worker as torch_worker
+
+from hapi import batch as batches
+from hapi.data.feeds import Feed, Piece
+from hapi.distributed import group
+
+Local = tuple[Any, int, int | torch.Tensor]
+"""A batch of this rank, its samples, its position."""
+
+
+def in_step(local: Iterator[Local], lockstep: bool) -> Iterator[Piece]:
+    """This rank's batches as pieces that end together on all ranks.
+
+    Who still has data is agreed by one asynchronous sum a step, begun a step ahead: a rank whose data has ended goes
+    on with empty pieces until the last one has ended, and nobody waits.
+
+    Args:
+        local: This rank's own batches.
+        lockstep: Whether the ranks must take the same number of steps (training). Otherwise each goes to its own end.
+    """
+    if not lockstep or group.get_world_size() == 1:
+        for batch, size, position in local:
+            yield Piece(batch, size, size, position)
+        return
+    upcoming = next(local, None)
+    pending = group.PendingSum(upcoming[1] if upcoming else 0)
+    while total := pending.wait():
+        current = upcoming
+        upcoming = next(local, None) if current else None
+        pending = group.PendingSum(upcoming[1] if upcoming else 0)
+        yield Piece(*current[:2], total, current[2]) if current else Piece(None, 0, total, 0)
+
+
+class SelfShardedFeed(Feed):
+    """A loader, or any iterable of batches, that is taken as it is: it shards itself, or there is one process."""
+
+    def __init__(self, loader: Iterable[Any], device: torch.device, lockstep: bool) -> None:
+        super().__init__(device)
+        self._loader = loader
+        self._lockstep = lockstep
+        self.ordered = group.get_world_size() == 1
+        if self.ordered and isinstance(loader, Sized) and not _is_iterable_loader(loader):
+            self.steps = len(loader)
+
+    def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
+        """See `Feed.pieces`."""
+        set_epoch(self._loader, epoch)
+        numbered = enumerate(islice(iter(self._loader), start, None), start)
+        return in_step(((batch, batches.size_of(batch), n) for n, batch in numbered), self._lockstep)
+
+
+class BatchesFeed(Feed):
+    """A list (or re-iterable) of ready batches, dealt to the ranks in turn: step s takes batches sW ... sW+W-1."""
+
+    def __init__(self, data: Iterable[Any], device: torch.device) -> None:
+        super().__init__(device)
+        self._data = data
+        self._world_size = group.get_world_size()
+        self._rank = group.get_rank()
+        if isinstance(data, Sized):
+            self.steps = -(-len(data) // self._world_size)
+
+    def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
+        """See `Feed.pieces`."""
+        set_epoch(self._data, epoch)
+        stream = islice(iter(self._data), start * self._world_size, None)
+        position = start * self._world_size + self._rank
+        while dealt := list(islice(stream, self._world_size)):
+            sizes = [batches.size_of(batch) for batch in dealt]
+            mine = self._rank < len(dealt)
+            yield Piece(
+                dealt[self._rank] if mine else None,
+                sizes[self._rank] if mine else 0,
+                sum(sizes),
+                position,
+            )
+            position += self._world_size
+
+
+class IterableFeed(Feed):
+    """An `IterableDataset`: each item once over ranks and workers, unless it shards itself."""
+
+    def __init__(self, loader: DataLoader[Any], device: torch.device, lockstep: bool) -> None:
+        super().__init__(device)
+        self._loader = loader
+        self._lockstep = lockstep
+
+    def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
+        """See `Feed.pieces`."""
+        set_epoch(self._loader, epoch)
+        return in_step(islice(self._numbered(), start, None), self._lockstep)
+
+    def _numbered(self) -> Iterator[Local]:
+        for positions, batch in self._loader:
+            if self.ordered and bool((positions < 0).any()):
+                self.ordered = False
+            whole = positions.dim() == 0
+            yield batch, batches.size_of(batch), int(positions) if whole else positions
+
+
+class ShardedIterable(IterableDataset[Any]):
+    """Yields `(position, item)` for this rank's and this worker's share of an iterable data set.
+
+    Whether the data set shards itself is found by watching: it is shown a worker info that counts workers over all
+    ranks, and if it reads that before its first item, it is believed to take its own share and everything passes
+    (with position -1: its order is its own). Otherwise every (ranks x workers)-th item is taken.
+    """
+
+    def __init__(self, dataset: Iterable[Any], rank: int, world_size: int) -> None:
+        self.dataset = dataset
+        self._rank = rank
+        self._world_size = world_size
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        info = torch_worker.get_worker_info()
+        workers = info.num_workers if info is not None else 1
+        shard = self._rank * workers + (info.id if info is not None else 0)
+        shards = self._world_size * workers
+        if shards == 1 or (_declares_shards(self.dataset) and workers == 1):
+            yield from enumerate(self.dataset) if shards == 1 else ((-1, item) for item in self.dataset)
+            return
+        shown = _WatchedInfo(shard, shards, self.dataset, info)
+        items = _shown_to(self.dataset, shown)
+        first = list(islice(items, 1))
+        if shown.was_read or _declares_shards(self.dataset):
+            yield from ((-1, item) for item in (*first, *items))
+            return
+        whole = (item for part in (first, items) for item in part)
+        yield from ((n, item) for n, item in enumerate(whole) if n % shards == shard)
+
+
+class PositionedCollate:
+    """Collates the items of a `ShardedIterable`, keeping their positions beside the batch."""
+
+    def __init__(self, collate: Callable[[Any], Any], batched: bool) -> None:
+        self._collate = collate
+        self._batched = batched
+
+    def __call__(self, items: Any) -> tuple[torch.Tensor, Any]:
+        """The positions, and the batch as the user's function makes it."""
+        if not self._batched:
+            return torch.tensor(items[0]), self._collate(items[1])
+        return torch.tensor([position for position, _ in items]), self._collate([item for _, item in items])
+
+
+class _WatchedInfo:
+    """Stands in for torch's worker info and notes whether it was read."""
+
+    def __init__(self, shard: int, shards: int, dataset: Any, real: Any) -> None:
+        self._shard = shard
+        self._shards = shards
+        self.dataset = dataset
+        self.seed = real.seed if real is not None else 0
+        self.was_read = False
+
+    @property
+    def id(self) -> int:
+        """This worker's number among the workers of all ranks."""
+        self.was_read = True
+        return self._shard
+
+    @property
+    def num_workers(self) -> int:
+        """The workers of all ranks."""
+        self.was_read = True
+        return self._shards
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the epoch to everything around the data that wants to know it."""
+    sampler = getattr(loader, "sampler", None)
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    told: list[int] = []
+    for part in (
+        sampler,
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+        getattr(loader, "dataset", None),
+        loader,
+    ):
+        if part is not None and hasattr(part, "set_epoch") and id(part) not in told:
+            part.set_epoch(epoch)
+            told.append(id(part))
+
+
+def shards_itself(loader: Any) -> bool:
+    """Whether a loader, its sampler or its data set already gives each rank its own part."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts = (
+        loader,
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+        getattr(loader, "dataset", None),
+    )
+    return any(_declares_shards(part) for part in parts)
+
+
+def _declares_shards(part: Any) -> bool:
+    if part is None:
+        return False
+    declared = getattr(part, "sharded", None)
+    if isinstance(declared, bool):
+        return declared
+    return hasattr(part, "num_replicas") and hasattr(part, "rank")
+
+
+def _shown_to(dataset: Iterable[Any], shown: _WatchedInfo) -> Iterator[Any]:
+    """The data set's items, with the watched info in the place of torch's while the data set's own code runs."""
+    real: Any = torch_worker._worker_info
+    items: Iterator[Any] | None = None
+    ended = object()
+    while True:
+        torch_worker._worker_info = cast(Any, shown)
+        try:
+            items = iter(dataset) if items is None else items
+            item = next(items, ended)
+        finally:
+            torch_worker._worker_info = real
+        if item is ended:
+            return
+        yield item
+
+
+def _is_iterable_loader(loader: Any) -> bool:
+    # len() of a loader over an iterable data set is a guess.
+    return isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)

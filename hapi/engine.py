@@ -1,0 +1,140 @@
+"""What stands behind a Model between its calls: the prepared parts, the stepper, and the call that is running."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hapi import checkpoint, checks, setup
+from hapi.batch import Inputs, Splitter, map_tensors
+from hapi.callbacks.base import CallbackList
+from hapi.data import Feed
+from hapi.step import Prepared, StepFunction, Stepper
+
+
+class Engine:
+    """Prepares the network at the first call that needs it, and keeps what lasts from call to call.
+
+    Args:
+        network: The user's network.
+        splitter: How batches split into inputs and labels.
+        train_step: The Model's, or its subclass's.
+        eval_step: The same for evaluation.
+    """
+
+    def __init__(
+        self, network: nn.Module, splitter: Splitter, train_step: StepFunction, eval_step: StepFunction
+    ) -> None:
+        self.network = network
+        self.splitter = splitter
+        self._shapes: Inputs | None = None
+        self.running: list[CallbackList] = []
+        """The callbacks of the calls under way: evaluate may be called from a callback of fit."""
+        self.seed: int | None = None
+        self._steps = (train_step, eval_step)
+        self._stepper: Stepper | None = None
+        self._label_span: tuple[int, int] | None = None
+        self._first_batch_seen = False
+
+    def prepare(self, prepared: Prepared) -> None:
+        """Take over what `Model.prepare` was given; the network is wrapped anew at the next call."""
+        self.prepared = prepared
+        self._stepper = None
+
+    def ready(self) -> Stepper:
+        """The stepper, with the process group joined and the network on its device."""
+        device = setup.start(self.network, self.prepared)
+        if self._stepper is None or self._stepper.device != device:
+            self._stepper = Stepper(self.network, self.prepared, *self._steps, device)
+        self._first_batch_seen = False
+        self._label_span = None
+        return self._stepper
+
+    def split(self, batch: Any) -> tuple[Inputs, Any]:
+        """A batch on the device into inputs and labels."""
+        inputs, labels = self.splitter(batch)
+        if not self._first_batch_seen:
+            self.remember(inputs)
+        return inputs, labels
+
+    def remember(self, inputs: Inputs) -> None:
+        """Keep the shapes and dtypes of inputs, for `example`; their values are let go."""
+        self._shapes = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
+
+    def example(self) -> Inputs | None:
+        """Zeros like the inputs of the last call's first batch; None before there was one."""
+        if self._shapes is None:
+            return None
+        example: Inputs = map_tensors(lambda tensor: torch.zeros_like(tensor, device="cpu"), self._shapes)
+        return example
+
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
+        """The prepared loss, with the first batch of a call looked at more closely.
+
+        Raises:
+            ValueError: The labels do not fit the loss.
+        """
+        objective = self.prepared.objective
+        if not self._first_batch_seen:
+            self._first_batch_seen = True
+            checks.same_shape(objective.module, outputs, labels)
+            if objective.classifies:
+                checks.class_labels(labels, outputs)
+                if self._label_span is not None:
+                    classes = outputs.shape[1 if outputs.dim() > 1 else 0]
+                    checks.label_range(*self._label_span, classes, objective.ignored_label)
+        return checks.explained(lambda: objective(outputs, labels), outputs, labels, objective.classifies)
+
+    def look_at_labels(self, feeds: Iterable[Feed | None]) -> None:
+        """Before a call: see in labels that lie in memory whether any is ignored, and how far they range."""
+        objective = self.prepared.objective
+        if not objective.classifies:
+            return
+        ignored = objective.ignored_label
+        columns = [feed.labels() if self.splitter.is_default else None for feed in feeds if feed is not None]
+        objective.counts = ignored is None or any(c is None or bool((c == ignored).any()) for c in columns)
+        counted = [column[column != ignored] for column in columns if column is not None]
+        spans = [(int(column.min()), int(column.max())) for column in counted if column.numel()]
+        if spans:
+            self._label_span = min(low for low, _ in spans), max(high for _, high in spans)
+
+    @contextmanager
+    def in_call(self, callbacks: CallbackList) -> Iterator[None]:
+        """A call of fit, evaluate or predict: its callbacks are told of an exception that ends it."""
+        self.running.append(callbacks)
+        try:
+            yield
+        except BaseException as error:
+            callbacks.call("on_exception", error)
+            raise
+        finally:
+            self.running.pop()
+
+    def training_state(self, counters: dict[str, int]) -> dict[str, Any]:
+        """What goes into `path.opt.pt`: one entry for each of `checkpoint.TRAINING_STATES`."""
+        prepared = self.prepared
+        return {
+            "optimizer": _state_of(prepared.optimizer),
+            "scheduler": _state_of(prepared.schedule.scheduler if prepared.schedule else None),
+            "scaler": _state_of(prepared.scaler),
+            "counters": counters,
+            "position": {"seed": self.seed},
+            "callbacks": self.running[0].state_dict() if self.running else {},
+        }
+
+    def restore_training(self, state: dict[str, Any]) -> None:
+        """Put back what `training_state` gave, counters aside."""
+        prepared = self.prepared
+        if prepared.optimizer is not None and state["optimizer"] is not None:
+            checkpoint.load_optimizer(prepared.optimizer, state["optimizer"])
+        if prepared.schedule is not None and state["scheduler"] is not None:
+            prepared.schedule.scheduler.load_state_dict(state["scheduler"])
+        prepared.scaler_state = state["scaler"]
+
+
+def _state_of(part: Any) -> dict[str, Any] | None:
+    return part.state_dict() if part is not None else None

@@ -1,0 +1,94 @@
+"""Inference programs: the network written so that it runs without its Python source."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hapi import modes
+from hapi.batch import Inputs, leaves, map_tensors
+
+
+def export(network: nn.Module, path: str | Path, inputs: Inputs | None) -> None:
+    """Write the network as a program whose batch size is free.
+
+    Args:
+        network: In any mode; it is written in eval mode, from the device where it lies.
+        path: `x.pt2` for torch.export, `x.onnx` for ONNX (the extra `onnx`).
+        inputs: Example inputs, a tuple or a dict, whose first dimension is the batch.
+
+    Raises:
+        ValueError: The ending is unknown, or there are no example inputs.
+        ImportError: ONNX was asked for without its extra.
+    """
+    target = Path(path)
+    if target.suffix not in (".pt2", ".onnx"):
+        raise ValueError(
+            f"export received the path {str(path)!r}, whose ending names no format. "
+            'Write "x.pt2" for torch.export or "x.onnx" for ONNX.'
+        )
+    if inputs is None:
+        raise ValueError(
+            "export has no inputs to trace the network with: none were given, and no batch was seen yet. "
+            "Write model.export(path, example_inputs=batch), or call it after fit, evaluate or predict."
+        )
+    inputs = _two_rows(inputs, next((p.device for p in network.parameters()), torch.device("cpu")))
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with modes.evaluating(network), torch.no_grad():
+        write = _write_onnx if target.suffix == ".onnx" else _write_program
+        write(network, target, args, kwargs)
+
+
+def _write_program(network: nn.Module, target: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    program = torch.export.export(network, args, kwargs, dynamic_shapes=_free_batch(args, kwargs))
+    temporary = target.with_name(f".{target.stem}.{os.getpid()}.pt2")
+    torch.export.save(program, temporary)
+    os.replace(temporary, target)
+
+
+def _write_onnx(network: nn.Module, target: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(
+            f"export to {target.name} needs {' and '.join(missing)}, which is not installed. "
+            'Run `pip install "torch-hapi[onnx]"`, or export to a .pt2 file.'
+        )
+    temporary = target.with_name(f".{target.stem}.{os.getpid()}.onnx")
+    torch.onnx.export(
+        network, args, temporary, kwargs=kwargs, dynamo=True, dynamic_shapes=_free_batch(args, kwargs),
+        external_data=False
+    )  # fmt: skip
+    os.replace(temporary, target)
+
+
+def _free_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    batch = torch.export.Dim("batch")
+
+    def free(tensor: torch.Tensor) -> dict[int, Any]:
+        return {0: batch} if tensor.dim() else {}
+
+    if kwargs:
+        return {name: map_tensors(free, value) for name, value in kwargs.items()}
+    return tuple(map_tensors(free, value) for value in args)
+
+
+def _two_rows(inputs: Inputs, device: torch.device) -> Inputs:
+    """The inputs with exactly two rows: torch.export takes a batch of one for a constant."""
+
+    def rows(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach().to(device)
+        return torch.cat([tensor[:1], tensor[:1]]) if tensor.dim() else tensor
+
+    sized: Inputs = map_tensors(rows, inputs)
+    if not list(leaves(sized)):
+        raise ValueError(
+            f"export received inputs without any tensor ({inputs!r:.80}), so nothing can be traced. "
+            "Pass a batch as the network's forward takes it."
+        )
+    return sized

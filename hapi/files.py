@@ -1,0 +1,134 @@
+"""Files that are whole or absent, and reads that never run code and never take a damaged value for a good one."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+_BASES: tuple[Any, ...] = (int, float, str, bytes)
+_LARGEST_INT_BITS = 1000
+
+
+def write(path: Path, content: Any) -> None:
+    """Write an object that `read` takes: to a temporary file beside the target, then renamed into place.
+
+    The file and the folder are flushed to the disk, so that not even a power cut leaves half of it.
+
+    Raises:
+        OSError: The folder cannot be written, or the disk is full; the message names the path and the cause.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _flush_folder(path.parent)
+    except (OSError, RuntimeError) as error:
+        # torch reports a full disk as a RuntimeError of its zip writer.
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
+            raise
+        raise OSError(
+            f"{path} could not be written ({error}); what was there before is untouched. "
+            "Check that the folder exists, may be written to and has space left, or save to another place."
+        ) from error
+
+
+def read(path: Path) -> Any:
+    """Read what torch.save wrote, checked to the last byte, with every tensor on the CPU.
+
+    torch itself verifies no checksum: most flipped bits load silently. Compressed members, which torch never writes,
+    could unpack to any size; the old format that is no zip archive has no checksum at all. Both are refused.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is damaged, of a refused kind, or holds more than plain values and tensors.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} does not exist, so nothing can be loaded from it. "
+            "Give the path that was given to save, without .pt, and check the folder."
+        )
+    try:
+        _verify_archive(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # Damage shows as a dozen types; each means the same to the user.
+        raise ValueError(
+            f"{path} is not a whole checkpoint ({type(error).__name__}: {_first_line(error)}), so nothing was loaded "
+            "from it. "
+            "Load another checkpoint; if the file comes from elsewhere, save it anew with "
+            "torch.save(network.state_dict(), path)."
+        ) from error
+
+
+def as_plain(value: Any, where: str) -> Any:
+    """The value made of what a safe load takes.
+
+    NumPy's numbers and arrays become numbers and tensors; subclasses of plain types (enumerations, named tuples) keep
+    their value and lose their class.
+
+    Args:
+        value: Any nest of dicts, lists, tuples and sets.
+        where: The key under which it is saved, for the message.
+
+    Raises:
+        TypeError: It holds something else, which would save now and be refused when loaded.
+    """
+    if isinstance(value, Mapping):
+        return {key: as_plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+    for container in (list, tuple, set):
+        if isinstance(value, container) and not isinstance(value, torch.Size):
+            return container(as_plain(item, f"{where}[{n}]") for n, item in enumerate(value))
+    if type(value).__module__ == "numpy":
+        return value.item() if getattr(value, "ndim", None) == 0 else torch.as_tensor(value)
+    if isinstance(value, torch.Tensor):
+        return value if type(value) in (torch.Tensor, torch.nn.Parameter) else value.as_subclass(torch.Tensor)
+    if type(value) in _PLAIN and not (isinstance(value, int) and value.bit_length() > _LARGEST_INT_BITS):
+        return value
+    for base in _BASES:
+        if isinstance(value, base) and type(value) is not base:
+            return base(value)
+    raise TypeError(
+        f"{where} is of type {type(value).__name__}, which a safe load refuses: the file could be written, and never "
+        "read. "
+        "Keep only numbers, text, tensors, and lists and dicts of them in what is saved."
+    )
+
+
+def _verify_archive(path: Path) -> None:
+    size = path.stat().st_size
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+        if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+            raise ValueError("it has compressed members, which torch does not write")
+        if math.fsum(member.file_size for member in members) > size:
+            raise ValueError("its members claim to be larger than the file")
+        broken = archive.testzip()
+        if broken is not None:
+            raise ValueError(f"the checksum of its part {broken!r} is wrong")
+
+
+def _flush_folder(folder: Path) -> None:
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0][:200]

@@ -1,0 +1,162 @@
+"""The loops: fit, evaluate, predict. Nothing of ranks, devices or precision is decided here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+
+from hapi import modes, predictions, rng
+from hapi.agreement import Agreement
+from hapi.batch import Inputs, map_tensors
+from hapi.callbacks.base import CallbackList
+from hapi.data import Feed, Piece
+from hapi.distributed import group
+from hapi.metrics.base import Metric
+from hapi.metrics.tally import Tally
+from hapi.step import Stepper
+
+
+class Trainee(Protocol):
+    """What the loops need of a Model."""
+
+    stop_training: bool
+    epochs_trained: int
+    steps_trained: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """Who takes part in a call of fit, evaluate or predict."""
+
+    model: Trainee
+    split: Callable[[Any], tuple[Inputs, Any]]
+    stepper: Stepper
+    metrics: list[Metric]
+    callbacks: CallbackList
+    seed: int
+
+
+@dataclass(frozen=True)
+class FitPlan:
+    """What one call of fit is to do."""
+
+    train: Feed
+    evaluation: Feed | None
+    first_epoch: int
+    last_epoch: int
+    eval_freq: int
+    accumulate: int
+    num_iters: int | None
+    nan_policy: str
+
+
+def fit(run: Run, plan: FitPlan) -> None:
+    """Train for the plan's epochs."""
+    model, callbacks = run.model, run.callbacks
+    agreement = Agreement(model, plan.nan_policy)
+    remaining = plan.num_iters
+    logs: dict[str, float] = {}
+    callbacks.call("on_train_begin")
+    for epoch in range(plan.first_epoch, plan.last_epoch):
+        callbacks.call("on_epoch_begin", epoch)
+        steps, logs = _train_epoch(run, plan, agreement, epoch, remaining)
+        remaining = remaining - steps if remaining is not None else None
+        last = epoch + 1 == plan.last_epoch or remaining == 0 or model.stop_training
+        if plan.evaluation is not None and (last or (epoch + 1) % plan.eval_freq == 0):
+            logs |= {f"val_{name}": value for name, value in evaluate(run, plan.evaluation).items()}
+        run.stepper.end_epoch(logs)
+        model.epochs_trained = epoch + 1
+        callbacks.call("on_epoch_end", epoch, logs=logs)
+        if agreement.stops() or remaining == 0:
+            break
+    callbacks.call("on_train_end", logs=logs)
+
+
+def _train_epoch(
+    run: Run, plan: FitPlan, agreement: Agreement, epoch: int, remaining: int | None
+) -> tuple[int, dict[str, float]]:
+    """One pass over the training data; the steps taken, and the values over all ranks."""
+    model, stepper, callbacks, feed = run.model, run.stepper, run.callbacks, plan.train
+    tally = Tally(run.metrics, stepper.device)
+    rank = group.get_rank()
+    step = 0
+    stepper.begin_epoch(plan.accumulate)
+    for window in _windows(islice(feed.pieces(epoch), remaining), plan.accumulate):
+        window_total = sum(piece.total for piece in window)
+        for number, piece in enumerate(window, 1):
+            callbacks.call("on_train_batch_begin", step)
+            rng.set_streams(rng.mix(run.seed, rng.STEP, epoch, step, rank), stepper.device)
+            last = number == len(window)
+            inputs, labels = (None, None) if piece.batch is None else run.split(feed.place(piece.batch))
+            outcome = stepper.backward(inputs, labels, piece.size, window_total, last)
+            if last:
+                stepper.update()
+            if outcome is not None:
+                tally.update(outcome.loss, outcome.weight, outcome.outputs, labels)
+            if callbacks.wants_batch_logs("train", step):
+                callbacks.call("on_train_batch_end", step, logs=tally.logs())
+            step += 1
+        model.steps_trained += len(window)
+        if agreement.after_step(tally, epoch, step - 1):
+            break
+    agreement.end_epoch(tally, epoch, step - 1)
+    # The rate that the last step was taken with: an epoch's scheduler moves after this.
+    return step, tally.reduced() | {"lr": stepper.learning_rate}
+
+
+def evaluate(run: Run, feed: Feed, num_iters: int | None = None) -> dict[str, float]:
+    """One pass without training; the values over all ranks."""
+    stepper, callbacks = run.stepper, run.callbacks
+    tally = Tally(run.metrics, stepper.device)
+    stepper.sync(parameters=False)
+    callbacks.call("on_eval_begin", logs={"steps": feed.steps})
+    with modes.evaluating(stepper.network):
+        for step, piece in enumerate(islice(feed.pieces(0), num_iters)):
+            callbacks.call("on_eval_batch_begin", step)
+            if piece.batch is not None:
+                inputs, labels = _evaluation_batch(run, feed, piece)
+                outcome = stepper.evaluate(inputs, labels, piece.size)
+                tally.update(outcome.loss, outcome.weight, outcome.outputs, labels)
+            if callbacks.wants_batch_logs("eval", step):
+                callbacks.call("on_eval_batch_end", step, logs=tally.logs())
+    values = tally.reduced()
+    callbacks.call("on_eval_end", logs=values)
+    return values
+
+
+def predict(run: Run, feed: Feed, stack_outputs: bool) -> Any:
+    """The network's outputs for all samples, in the data set's order, on every rank."""
+    stepper, callbacks = run.stepper, run.callbacks
+    stepper.sync(parameters=False)
+    parts: list[predictions.Positioned] = []
+    callbacks.call("on_predict_begin", logs={"steps": feed.steps})
+    with modes.evaluating(stepper.network):
+        for step, piece in enumerate(feed.pieces(0)):
+            callbacks.call("on_predict_batch_begin", step)
+            if piece.batch is not None:
+                inputs, _ = _evaluation_batch(run, feed, piece)
+                outputs = map_tensors(torch.Tensor.cpu, stepper.predict(inputs))
+                parts.append((piece.position, piece.size, outputs))
+            if callbacks.wants_batch_logs("predict", step):
+                callbacks.call("on_predict_batch_end", step, logs={})
+    gather = predictions.stacked if stack_outputs else predictions.in_batches
+    gathered = gather(parts, feed.ordered)
+    callbacks.call("on_predict_end", logs={})
+    return gathered
+
+
+def _evaluation_batch(run: Run, feed: Feed, piece: Piece) -> tuple[Inputs, Any]:
+    # Keyed by the batch's number among all ranks' batches, which does not depend on how many ranks there are.
+    position = piece.position if isinstance(piece.position, int) else int(piece.position[0])
+    rng.set_streams(rng.mix(run.seed, rng.EVALUATE, position), run.stepper.device)
+    return run.split(feed.place(piece.batch))
+
+
+def _windows(pieces: Iterator[Piece], size: int) -> Iterator[list[Piece]]:
+    """The pieces of one optimizer step at a time; the last window may be short."""
+    while window := list(islice(pieces, size)):
+        yield window

@@ -1,0 +1,168 @@
+"""The loss, and how much a batch's loss weighs: what makes means over batches the mean over samples."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hapi.batch import as_arguments
+
+
+class Loss(NamedTuple):
+    """A batch's loss in one of two forms."""
+
+    value: torch.Tensor
+    """The mean over the batch's samples where `weight` is None; else the sum over what is counted."""
+    weight: torch.Tensor | None
+    """What the loss was summed over (tokens, weights of classes), a 0-dim tensor."""
+
+
+class Objective:
+    """The user's loss in a form that knows its weight.
+
+    Args:
+        loss: None (the outputs hold the loss), a callable, or a list of callables, one for each pair of output and
+            label, whose values are added.
+    """
+
+    def __init__(self, loss: Callable[..., Any] | Sequence[Callable[..., Any]] | None) -> None:
+        self.module = loss if isinstance(loss, nn.Module) else None
+        if isinstance(loss, Sequence):
+            self.module = nn.ModuleList([part for part in loss if isinstance(part, nn.Module)])
+            loss = _Sum(loss)
+        self._loss = loss
+        self._summed = _summed_form(loss)
+        # Counting costs two small kernels a step; a pass over labels that hold no ignored one turns it off.
+        self.counts = self._summed is not None
+
+    def to(self, device: torch.device) -> None:
+        """Move what the loss holds, such as class weights, to a device."""
+        if self.module is not None:
+            self.module.to(device)
+
+    @property
+    def missing(self) -> bool:
+        """Whether no loss was given."""
+        return self._loss is None
+
+    @property
+    def ignored_label(self) -> int | None:
+        """The label that the loss leaves out, where nothing else makes samples weigh differently; else None."""
+        if self._summed is None or self._summed.weight is not None:
+            return None
+        return int(self._summed.ignore_index)
+
+    @property
+    def classifies(self) -> bool:
+        """Whether labels are class numbers, to be checked against the number of outputs."""
+        return self._summed is not None
+
+    def __call__(self, outputs: Any, labels: Any) -> Loss:
+        """The loss of a batch.
+
+        Raises:
+            ValueError: It is neither a scalar nor `(sum, count)`, or there is none.
+        """
+        if self._loss is None:
+            return as_loss(_loss_of_outputs(outputs))
+        if self._summed is not None and self.counts:
+            return Loss(self._summed(outputs, labels), _weight(self._summed, outputs, labels))
+        return as_loss(self._loss(*_spread(outputs), *as_arguments(labels)))
+
+
+def as_loss(value: Any) -> Loss:
+    """What a loss function or a `train_step` returned, checked.
+
+    Raises:
+        ValueError: It is neither a scalar nor `(sum, count)`.
+    """
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return Loss(value if value.dim() == 0 else value.reshape(()), None)
+    if isinstance(value, tuple | list) and len(value) == 2:
+        total, count = value
+        if isinstance(total, torch.Tensor) and total.numel() == 1:
+            count = torch.as_tensor(count, device=total.device)
+            if count.numel() == 1:
+                return Loss(total.reshape(()), count.detach().reshape(()).to(total.dtype))
+    shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:80]
+    raise ValueError(
+        f"The loss gave {shape}, which is not one number to minimize. Let it return the mean over the samples "
+        '(reduction="mean", or .mean()), or a pair (sum, count) if samples weigh differently.'
+    )
+
+
+class _Sum:
+    """Several losses, one for each pair of output and label, added."""
+
+    def __init__(self, losses: Sequence[Callable[..., Any]]) -> None:
+        self._losses = losses
+
+    def __call__(self, *values: Any) -> torch.Tensor:
+        count = len(self._losses)
+        if len(values) != 2 * count:
+            raise ValueError(
+                f"{count} losses were given for {len(values)} outputs and labels together; each loss takes one output "
+                "and "
+                "one label. Give one loss for each output, or one callable loss(*outputs, *labels)."
+            )
+        parts = [loss(values[i], values[count + i]) for i, loss in enumerate(self._losses)]
+        return torch.stack([as_loss(part).value for part in parts]).sum()
+
+
+def _summed_form(loss: Any) -> Any:
+    """A copy of a cross-entropy or NLL module that adds up; its mean divides by weights that a batch mean hides."""
+    if type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss) and loss.reduction == "mean":
+        summed = copy.copy(loss)
+        summed.reduction = "sum"
+        return summed
+    return None
+
+
+def _weight(loss: Any, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """What torch divides by in the mean of this loss."""
+    if labels.is_floating_point():
+        # Class probabilities: every position counts once.
+        classes = labels.shape[1 if labels.dim() > 1 else 0]
+        return torch.tensor(float(labels.numel() // classes), device=labels.device)
+    counted = labels != loss.ignore_index
+    if loss.weight is None:
+        weights: torch.Tensor = counted.float()
+    else:
+        # Ignored labels may be no numbers of classes at all.
+        weights = loss.weight[labels.long().clamp(0, len(loss.weight) - 1)] * counted
+    return weights.sum()
+
+
+def _spread(outputs: Any) -> tuple[Any, ...]:
+    return as_arguments(outputs) if isinstance(outputs, tuple | list) else (outputs,)
+
+
+def holds_loss(outputs: Any) -> bool:
+    """Whether the network computed the loss itself: a mapping or object with `loss`."""
+    return _held_loss(outputs) is not None
+
+
+def _held_loss(outputs: Any) -> Any:
+    return outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+
+
+def _loss_of_outputs(outputs: Any) -> Any:
+    found = _held_loss(outputs)
+    if found is None:
+        fields = (
+            list(outputs)
+            if isinstance(outputs, Mapping)
+            else [field.name for field in dataclasses.fields(outputs)]
+            if dataclasses.is_dataclass(outputs)
+            else type(outputs).__name__
+        )
+        raise ValueError(
+            f"No loss was prepared, and the network's output ({fields}) holds none under the name 'loss'. "
+            "Write model.prepare(optimizer, loss=nn.CrossEntropyLoss()), or let the network return a dict with 'loss'."
+        )
+    return found

@@ -1,0 +1,93 @@
+"""Automatic mixed precision: what `amp_configs` means."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
+_SCALER_OPTIONS = {
+    "init_loss_scaling": "init_scale",
+    "incr_ratio": "growth_factor",
+    "decr_ratio": "backoff_factor",
+    "incr_every_n_steps": "growth_interval",
+}
+_OPTIONS = ("level", "dtype", "use_dynamic_loss_scaling", *_SCALER_OPTIONS)
+
+
+class Precision:
+    """The dtype that forward passes run under, and the loss scaler of fp16.
+
+    Args:
+        amp_configs: None, "bf16", "fp16", Paddle's "O0", "O1", "O2" (fp16), or a dict with `level`, `dtype`,
+            `use_dynamic_loss_scaling`, `init_loss_scaling`, `incr_ratio`, `decr_ratio`, `incr_every_n_steps`.
+            "O2" runs as "O1": torch keeps float32 weights and casts them in each forward.
+
+    Raises:
+        ValueError: A name or option is unknown.
+        TypeError: It is none of these types.
+    """
+
+    def __init__(self, amp_configs: str | dict[str, Any] | None) -> None:
+        options = _as_options(amp_configs)
+        level = options.pop("level", "O1")
+        if level not in ("O0", "O1", "O2"):
+            raise ValueError(
+                f'amp level {level!r} is unknown: there are O0 (off), O1 and O2. Write amp_configs="bf16" or "fp16".'
+            )
+        self.dtype = None if level == "O0" else _as_dtype(options.pop("dtype", "float16"))
+        self._dynamic = options.pop("use_dynamic_loss_scaling", True)
+        self._scaler_options = {_SCALER_OPTIONS[name]: value for name, value in options.items()}
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """The context of a forward pass."""
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(device.type, self.dtype)
+
+    def make_scaler(self, device: torch.device) -> torch.amp.GradScaler | None:
+        """The loss scaler, where the dtype's range needs one: fp16 only."""
+        if self.dtype is not torch.float16:
+            return None
+        options = dict(self._scaler_options)
+        if not self._dynamic:
+            options["growth_interval"] = 2**31 - 1
+        return torch.amp.GradScaler(device.type, **options)
+
+
+def _as_options(amp_configs: Any) -> dict[str, Any]:
+    if amp_configs is None:
+        return {"level": "O0"}
+    if isinstance(amp_configs, str):
+        if amp_configs in ("O0", "O1", "O2"):
+            return {"level": amp_configs}
+        return {"dtype": amp_configs}
+    if isinstance(amp_configs, dict):
+        unknown = sorted(set(amp_configs) - set(_OPTIONS))
+        if unknown:
+            raise ValueError(
+                f"amp_configs received the options {unknown}, which are unknown. Known ones: {', '.join(_OPTIONS)}."
+            )
+        return dict(amp_configs)
+    raise TypeError(
+        f"amp_configs received {amp_configs!r}, of type {type(amp_configs).__name__}, which names no precision. "
+        'Write amp_configs="bf16", "fp16", "O1", or a dict such as {"dtype": "float16", "init_loss_scaling": 1024}.'
+    )
+
+
+def _as_dtype(name: Any) -> torch.dtype:
+    if isinstance(name, torch.dtype) and name in _DTYPES.values():
+        return name
+    if name in _DTYPES:
+        return _DTYPES[name]
+    raise ValueError(
+        f"amp dtype {name!r} is unknown: mixed precision computes in bfloat16 or float16. "
+        'Write amp_configs="bf16" or amp_configs="fp16".'
+    )

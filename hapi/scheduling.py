@@ -1,0 +1,89 @@
+"""When the learning rate moves: once per optimizer step or per epoch, never once per process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+
+# Schedulers whose length is counted in optimizer steps; torch's documentation steps them after each batch.
+_PER_STEP = (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR)
+
+
+class Schedule:
+    """A learning rate scheduler with its interval.
+
+    Args:
+        scheduler: Any of torch's, ReduceLROnPlateau included, or an object with `step`.
+        interval: "step" or "epoch"; None takes what the scheduler's class is meant for.
+
+    Raises:
+        TypeError: It is no scheduler.
+        ValueError: The interval is unknown, or the scheduler belongs to another optimizer.
+    """
+
+    def __init__(self, scheduler: Any, interval: str | None, optimizer: torch.optim.Optimizer) -> None:
+        if not hasattr(scheduler, "step") or not hasattr(scheduler, "state_dict"):
+            raise TypeError(
+                f"scheduler received {scheduler!r}, which has no step() and state_dict(). Write a "
+                "torch.optim.lr_scheduler "
+                "object, or a callable that makes one: scheduler=lambda optimizer: StepLR(optimizer, 1)."
+            )
+        if interval not in (None, "step", "epoch"):
+            raise ValueError(
+                f'scheduler_interval received {interval!r}, which is no unit of training. Write "step" or "epoch".'
+            )
+        if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+            raise ValueError(
+                f"The scheduler ({type(scheduler).__name__}) was made for another optimizer than the prepared one, "
+                "whose "
+                "learning rate it would not move. Make it with the same optimizer object, or pass "
+                "scheduler=lambda optimizer: ..."
+            )
+        self.scheduler = scheduler
+        self.interval = interval or default_interval(scheduler)
+
+    def after_step(self) -> None:
+        """Called after each optimizer step that really happened."""
+        if self.interval == "step" and not self.needs_metric:
+            self.scheduler.step()
+
+    def after_epoch(self, logs: dict[str, float]) -> None:
+        """Called once an epoch, after its evaluation, with the epoch's logs."""
+        if self.needs_metric:
+            if "val_loss" in logs:
+                self.scheduler.step(logs["val_loss"])
+        elif self.interval == "epoch":
+            self.scheduler.step()
+
+    @property
+    def needs_metric(self) -> bool:
+        """Whether its step takes a value to watch."""
+        return isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau)
+
+
+def make_schedule(scheduler: Any, interval: str | None, optimizer: torch.optim.Optimizer | None) -> Schedule | None:
+    """The schedule of what `prepare` was given: None, a scheduler, or a callable that makes one from the optimizer.
+
+    Raises:
+        ValueError: There is no optimizer to schedule.
+    """
+    if scheduler is None:
+        return None
+    if optimizer is None:
+        raise ValueError(
+            f"scheduler received {scheduler!r:.80} without an optimizer, so there is no learning rate to move. "
+            "Write prepare(optimizer, loss, scheduler=...)."
+        )
+    if not hasattr(scheduler, "step") and callable(scheduler):
+        scheduler = scheduler(optimizer)
+    return Schedule(scheduler, interval, optimizer)
+
+
+def default_interval(scheduler: Any) -> str:
+    """The interval that a scheduler's class is meant for; a composed one goes by its parts."""
+    parts = getattr(scheduler, "_schedulers", None)
+    if parts:
+        return "step" if any(default_interval(part) == "step" for part in parts) else "epoch"
+    return "step" if isinstance(scheduler, _PER_STEP) else "epoch"

@@ -1,0 +1,144 @@
+"""One call of fit, evaluate or predict: from the user's arguments to feeds, callbacks and a plan for the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from hapi import loop, modes, report, rng
+from hapi.arguments import FitOptions
+from hapi.callbacks import History
+from hapi.callbacks.base import CallbackList, default_callbacks
+from hapi.data import Feed, Request, make_feed
+from hapi.data.make import DEFAULT_BATCH_SIZE
+from hapi.distributed import group
+
+if TYPE_CHECKING:
+    from hapi.model import Model
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """What `Model.evaluate` and `Model.predict` were given, data and callbacks aside."""
+
+    name: str
+    batch_size: int
+    log_freq: int
+    verbose: int
+    num_workers: int
+
+    def request(self, data_decides: bool) -> Request:
+        """How to read the data; where it has batches of its own, defaults are no wishes."""
+        batch_size = None if data_decides and self.batch_size == DEFAULT_BATCH_SIZE else self.batch_size
+        return Request(self.name, batch_size, num_workers=self.num_workers or None, lockstep=False)
+
+
+def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: FitOptions) -> History:
+    """Train; see `Model.fit`."""
+    engine = model._engine
+    stepper = engine.ready()
+    seed = group.broadcast_object(rng.draw_seed() if options.seed is None else options.seed)
+    train = make_feed(train_data, _train_request(options, seed), stepper.device)
+    evaluation = None if eval_data is None else make_feed(eval_data, _eval_request(options), stepper.device)
+    params = _fit_params(model, options, train, evaluation)
+    chosen = default_callbacks(
+        callbacks, verbose=options.verbose, log_freq=options.log_freq, save_dir=options.save_dir,
+        save_freq=options.save_freq,
+    )  # fmt: skip
+    run = loop.Run(model, engine.split, stepper, engine.prepared.metrics, CallbackList(chosen, model, params), seed)
+    plan = loop.FitPlan(
+        train, evaluation, model.epochs_trained, model.epochs_trained + options.epochs, options.eval_freq,
+        options.accumulate_grad_batches, options.num_iters, options.nan_policy,
+    )  # fmt: skip
+    model._engine.look_at_labels([train, evaluation])
+    model.stop_training = False
+    stepper.sync(parameters=True)
+    report.announce(stepper, train, options)
+    engine.seed = seed
+    with engine.in_call(run.callbacks), rng.isolated(stepper.device), modes.training(model.network):
+        loop.fit(run, plan)
+    # Files that rank 0 wrote are there for every rank once fit has returned.
+    group.barrier()
+    return next(callback for callback in chosen if isinstance(callback, History))
+
+
+def evaluate(model: Model, data: Any, callbacks: Any, options: PassOptions, num_iters: int | None) -> dict[str, float]:
+    """Evaluate; see `Model.evaluate`."""
+    with _single_pass(model, data, callbacks, options) as (run, feed):
+        model._engine.look_at_labels([feed])
+        return loop.evaluate(run, feed, num_iters)
+
+
+def predict(model: Model, data: Any, callbacks: Any, options: PassOptions, stack_outputs: bool) -> Any:
+    """Predict; see `Model.predict`."""
+    with _single_pass(model, data, callbacks, options) as (run, feed):
+        return loop.predict(run, feed, stack_outputs)
+
+
+@contextmanager
+def _single_pass(model: Model, data: Any, callbacks: Any, options: PassOptions) -> Iterator[tuple[loop.Run, Feed]]:
+    engine = model._engine
+    stepper = engine.ready()
+    feed = make_feed(data, options.request(decides_batches(data)), stepper.device)
+    params = {
+        "steps": feed.steps, "samples": feed.samples, "verbose": options.verbose, "log_freq": options.log_freq,
+        "metrics": _log_names(model),
+    }  # fmt: skip
+    chosen = default_callbacks(
+        callbacks, verbose=options.verbose, log_freq=options.log_freq, save_dir=None, save_freq=1
+    )
+    # A seed of the script's own stream that is not advanced by asking for it.
+    seed = torch.initial_seed()
+    run = loop.Run(model, engine.split, stepper, engine.prepared.metrics, CallbackList(chosen, model, params), seed)
+    if not engine.running:
+        stepper.sync(parameters=True)
+    with engine.in_call(run.callbacks), rng.isolated(stepper.device):
+        yield run, feed
+
+
+def decides_batches(data: Any) -> bool:
+    """Whether the data comes with batches of its own, so that a batch size is not ours to choose."""
+    return isinstance(data, DataLoader | list) or not hasattr(data, "__getitem__")
+
+
+def _log_names(model: Model) -> list[str]:
+    return ["loss", *(name for metric in model._engine.prepared.metrics for name in metric.names)]
+
+
+def _train_request(options: FitOptions, seed: int) -> Request:
+    return Request(
+        "train_data", options.train_batch, options.global_batch_size, options.shuffle, options.drop_last,
+        options.num_workers, seed,
+    )  # fmt: skip
+
+
+def _eval_request(options: FitOptions) -> Request:
+    return Request(
+        "eval_data",
+        options.eval_batch,
+        options.global_batch_size,
+        num_workers=options.num_workers,
+        lockstep=False,
+    )
+
+
+def _fit_params(model: Model, options: FitOptions, train: Feed, evaluation: Feed | None) -> dict[str, Any]:
+    names = [*_log_names(model), "lr"]
+    if evaluation is not None:
+        names += [f"val_{name}" for name in _log_names(model)]
+    return {
+        "batch_size": options.train_batch or DEFAULT_BATCH_SIZE,
+        "epochs": options.epochs,
+        "first_epoch": model.epochs_trained,
+        "last_epoch": model.epochs_trained + options.epochs,
+        "steps": train.steps,
+        "samples": train.samples,
+        "metrics": names,
+        "accumulate_grad_batches": options.accumulate_grad_batches,
+        **{n: getattr(options, n) for n in ("verbose", "log_freq", "save_dir", "save_freq", "eval_freq", "num_iters")},
+    }

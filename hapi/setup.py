@@ -1,0 +1,65 @@
+"""Getting a network ready for its first step: process group, device, BatchNorm, compilation."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hapi.device import current_device
+from hapi.distributed import group
+from hapi.step import Prepared
+
+
+def start(network: nn.Module, prepared: Prepared) -> torch.device:
+    """Join the process group and bring everything onto this process's device.
+
+    Returns:
+        The device of the inputs.
+
+    Raises:
+        ValueError: SyncBatchNorm was asked for on a device without it.
+    """
+    group.start()
+    device = _place(network, prepared)
+    if prepared.sync_batchnorm:
+        if device.type == "cpu":
+            raise ValueError(
+                "sync_batchnorm=True was given, but the network is on the CPU, where torch has no SyncBatchNorm. "
+                "Leave it out, or run on an accelerator."
+            )
+        nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
+    _compile(network, prepared.compile)
+    return device
+
+
+def _place(network: nn.Module, prepared: Prepared) -> torch.device:
+    devices = list(dict.fromkeys(p.device for p in network.parameters()))
+    if len(devices) > 1:
+        # Model parallel: the user has placed it, and its first layer says where inputs go.
+        return devices[0]
+    device = current_device()
+    if devices != [device]:
+        network.to(device)
+        _move_optimizer_state(prepared.optimizer)
+    if prepared.objective.module is not None:
+        prepared.objective.to(device)
+    return device
+
+
+def _move_optimizer_state(optimizer: torch.optim.Optimizer | None) -> None:
+    if optimizer is None:
+        return
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            # 0-dim step counters stay where the optimizer has put them.
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                state[name] = value.to(parameter.device)
+
+
+def _compile(network: nn.Module, wanted: bool) -> None:
+    if not wanted:
+        network._compiled_call_impl = None
+    elif network._compiled_call_impl is None:
+        # In place, so that the names of the state dict stay. One static kernel for each shape: a kernel for any shape
+        # would depend on which shapes came first, and a resumed run would compute other bits.
+        network.compile(dynamic=False)

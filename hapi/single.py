@@ -1,0 +1,62 @@
+"""One batch at a time, for loops of the user's own: train_batch, eval_batch, predict_batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hapi import modes
+from hapi.batch import Inputs, map_tensors, move, size_of
+from hapi.distributed import group
+from hapi.metrics.tally import Tally
+from hapi.step import Outcome, Stepper
+
+if TYPE_CHECKING:
+    from hapi.engine import Engine
+
+
+def train_batch(engine: Engine, inputs: Any, labels: Any, update: bool) -> dict[str, float]:
+    """See `Model.train_batch`."""
+    stepper = engine.ready()
+    placed, placed_labels, size = _placed(engine, stepper, inputs, labels)
+    # What other ranks, or further calls without an update, bring is not known: their weights travel with the gradients.
+    alone = group.get_world_size() == 1 and update and not stepper.window_open
+    if not alone:
+        stepper.exchange.carry_weights()
+    with modes.training(engine.network):
+        outcome = stepper.backward(placed, placed_labels, size, size if alone else None, last=update)
+    if update:
+        stepper.update()
+    return _values(engine, stepper, outcome, placed_labels)
+
+
+def eval_batch(engine: Engine, inputs: Any, labels: Any) -> dict[str, float]:
+    """See `Model.eval_batch`."""
+    stepper = engine.ready()
+    placed, placed_labels, size = _placed(engine, stepper, inputs, labels)
+    with modes.evaluating(engine.network):
+        outcome = stepper.evaluate(placed, placed_labels, size)
+    return _values(engine, stepper, outcome, placed_labels)
+
+
+def predict_batch(engine: Engine, inputs: Any) -> Any:
+    """See `Model.predict_batch`."""
+    stepper = engine.ready()
+    placed, _, _ = _placed(engine, stepper, inputs, None)
+    with modes.evaluating(engine.network):
+        return map_tensors(torch.Tensor.cpu, stepper.predict(placed))
+
+
+def _placed(engine: Engine, stepper: Stepper, inputs: Any, labels: Any) -> tuple[Inputs, Any, int]:
+    chosen = move(engine.splitter.as_inputs(inputs), stepper.device)
+    engine.remember(chosen)
+    values = list(chosen.values()) if isinstance(chosen, dict) else chosen
+    return chosen, move(engine.splitter.as_labels(labels), stepper.device), size_of(values)
+
+
+def _values(engine: Engine, stepper: Stepper, outcome: Outcome | None, labels: Any) -> dict[str, float]:
+    tally = Tally(engine.prepared.metrics, stepper.device)
+    if outcome is not None:
+        tally.update(outcome.loss, outcome.weight, outcome.outputs, labels)
+    return {name: float(value) for name, value in tally.logs().items()}

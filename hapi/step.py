@@ -1,0 +1,244 @@
+"""One optimizer step: forward, loss, backward, precision, accumulation, clipping, update.
+
+Scaling, in one place. A window is the batches of one optimizer step. The gradient must be that of the mean over its
+samples on all ranks, while DDP averages over ranks. Where the window's total is known beforehand, a batch's mean loss
+is
+multiplied by `size * W / total`. Where it is not (the loss knows its own weight), sums are accumulated, their weights
+travel as the gradient of `Replica.probe`, and gradients are divided by it at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hapi import checks
+from hapi.batch import Inputs, call_network, map_tensors
+from hapi.distributed import group
+from hapi.distributed.parallel import GradientExchange, Replica
+from hapi.objective import Loss, Objective, as_loss
+from hapi.precision import Precision
+from hapi.scheduling import Schedule
+
+StepFunction = Callable[[Any, Any], tuple[Any, Any]]
+"""`train_step` or `eval_step`: (inputs, labels) -> (loss, outputs)."""
+
+
+class Outcome(NamedTuple):
+    """What one batch gave, detached."""
+
+    loss: torch.Tensor | None
+    """Mean over the batch."""
+    weight: int | torch.Tensor
+    """How much it weighs in a mean over batches: samples, or the loss's own count."""
+    outputs: Any
+
+
+@dataclass
+class Prepared:
+    """What `Model.prepare` was given, checked."""
+
+    optimizer: torch.optim.Optimizer | None
+    objective: Objective
+    metrics: list[Any]
+    precision: Precision
+    schedule: Schedule | None
+    clip_grad_norm: float | None
+    compile: bool
+    sync_batchnorm: bool
+    ddp_options: dict[str, Any] | None
+    scaler: torch.amp.GradScaler | None = None
+    scaler_state: dict[str, Any] | None = None
+    """Of a loaded checkpoint, until the scaler is made."""
+
+
+class Stepper:
+    """Computes steps of one network: training through the gradient exchange, evaluation on the bare network.
+
+    Args:
+        network: The network, on its device.
+        prepared: Optimizer, loss and the rest.
+        train_step: The user's or the default computation of a training loss.
+        eval_step: The same for evaluation.
+        device: Where inputs lie.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        prepared: Prepared,
+        train_step: StepFunction,
+        eval_step: StepFunction,
+        device: torch.device,
+    ) -> None:
+        self.network = network
+        self.prepared = prepared
+        self.device = device
+        self._train_step = train_step
+        self._eval_step = eval_step
+        self._world_size = group.get_world_size()
+        self._has_graph = False
+        self._carried = False
+        self.window_open = False
+        """Whether gradients lie there that no update has taken yet."""
+        self.exchange = GradientExchange(
+            Replica(network, prepared.objective.module, self._compute), prepared.ddp_options
+        )
+        if prepared.scaler is None:
+            prepared.scaler = prepared.precision.make_scaler(device)
+        if prepared.scaler is not None and prepared.scaler_state:
+            prepared.scaler.load_state_dict(prepared.scaler_state)
+            prepared.scaler_state = None
+
+    def backward(
+        self, inputs: Inputs | None, labels: Any, size: int, window_total: int | None, last: bool
+    ) -> Outcome | None:
+        """Forward and backward of one batch of a window.
+
+        Args:
+            inputs: The network's inputs on the device; None for a rank without samples in this step.
+            labels: None, one, or a tuple.
+            size: Samples in this batch.
+            window_total: Samples of the whole window over all ranks; None if they are not known yet.
+            last: Whether the window ends here. Then `update` has to follow, on every rank.
+
+        Returns:
+            Loss and outputs, or None for a rank without samples.
+        """
+        outcome = None
+        with self.exchange.accumulating(last):
+            if inputs is not None:
+                objective, carried, outcome = self.exchange.forward(inputs, labels, size, window_total)
+                scaler = self.prepared.scaler
+                objective = scaler.scale(objective) if scaler is not None else objective
+                # The probe's part stays outside the scaling, so that its gradient is the weight itself.
+                (objective if carried is None else objective + carried).backward()
+                self._carried |= carried is not None
+            elif self.exchange.needs_turn(last):
+                self.exchange.forward().backward()
+        self.window_open = True
+        if last:
+            self.exchange.complete(self._carried)
+        return outcome
+
+    def update(self) -> None:
+        """One optimizer step on the window's gradients: unscale, divide by weights, clip, step, schedule, clear."""
+        prepared = self.prepared
+        optimizer, scaler = prepared.optimizer, prepared.scaler
+        if optimizer is None:
+            raise RuntimeError("hapi's own fault: an update without an optimizer")
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        self._divide_by_count()
+        if prepared.clip_grad_norm is not None:
+            parameters = [p for g in optimizer.param_groups for p in g["params"]]
+            nn.utils.clip_grad_norm_(parameters, prepared.clip_grad_norm)
+        if scaler is None:
+            optimizer.step()
+            stepped = True
+        else:
+            before = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            stepped = scaler.get_scale() >= before
+        if prepared.schedule is not None and stepped:
+            prepared.schedule.after_step()
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop gradients, those of parameters that no optimizer holds included."""
+        for parameter in self.exchange.replica.parameters():
+            parameter.grad = None
+        self._carried = self.window_open = False
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Inputs, labels: Any, size: int) -> Outcome:
+        """Loss and outputs of one batch, on the bare network: no wrapper, no collective."""
+        with self.prepared.precision.autocast(self.device):
+            value, outputs = self._eval_step(inputs, labels)
+            if value is None:
+                return Outcome(None, size, outputs)
+            loss = self._as_loss(value)
+        return _outcome(loss, size, outputs)
+
+    @torch.no_grad()
+    def predict(self, inputs: Inputs) -> Any:
+        """The bare network's outputs."""
+        with self.prepared.precision.autocast(self.device):
+            return call_network(self.network, inputs)
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the optimizer's first group."""
+        optimizer = self.prepared.optimizer
+        return float(optimizer.param_groups[0]["lr"]) if optimizer is not None else 0.0
+
+    def begin_epoch(self, accumulate: int) -> None:
+        """Called before each epoch: wrap anew where parameters were frozen or freed meanwhile."""
+        self.exchange.accumulates = accumulate > 1
+        self.exchange.refresh()
+
+    def end_epoch(self, logs: dict[str, float]) -> None:
+        """Called after each epoch and its evaluation: move a scheduler that counts epochs."""
+        if self.prepared.schedule is not None:
+            self.prepared.schedule.after_epoch(logs)
+
+    def sync(self, parameters: bool) -> None:
+        """Give every rank rank 0's buffers, and its parameters too if asked."""
+        if self._world_size == 1:
+            return
+        replica = self.exchange.replica
+        tensors = [*(p.data for p in replica.parameters())] if parameters else []
+        group.broadcast_tensors([*tensors, *replica.buffers()])
+
+    def _compute(
+        self, inputs: Inputs, labels: Any, size: int, window_total: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Outcome]:
+        """The forward pass of training, inside DDP's."""
+        with self.prepared.precision.autocast(self.device):
+            value, outputs = self._train_step(inputs, labels)
+            loss = self._as_loss(value)
+        outcome = _outcome(loss, size, outputs)
+        probe = self.exchange.replica.probe
+        if loss.weight is None:
+            if window_total is None:
+                return loss.value * size, probe * size, outcome
+            factor = size * self._world_size / window_total
+            return (loss.value if factor == 1 else loss.value * factor), None, outcome
+        if window_total == size and self._world_size == 1:
+            # The whole window is this batch: its own mean is the window's.
+            return loss.value / _nonzero(loss.weight), None, outcome
+        return loss.value, probe * loss.weight.detach(), outcome
+
+    def _as_loss(self, value: Any) -> Loss:
+        loss = value if isinstance(value, Loss) else as_loss(value)
+        if not self._has_graph and torch.is_grad_enabled():
+            checks.check_loss_has_graph(loss.value, self.network)
+            self._has_graph = True
+        return loss
+
+    def _divide_by_count(self) -> None:
+        weight = self.exchange.replica.probe.grad
+        if weight is None:
+            return
+        # A window in which nothing counts (all labels ignored) has zero sums: they stay zero.
+        weight = _nonzero(weight)
+        for parameter in self.exchange.replica.reduced_parameters():
+            if parameter.grad is not None and parameter is not self.exchange.replica.probe:
+                parameter.grad.div_(weight.to(parameter.grad.device))
+
+
+def _outcome(loss: Loss, size: int, outputs: Any) -> Outcome:
+    value = loss.value.detach()
+    outputs = map_tensors(torch.Tensor.detach, outputs)
+    if loss.weight is None:
+        return Outcome(value, size, outputs)
+    return Outcome(value / _nonzero(loss.weight), loss.weight, outputs)
+
+
+def _nonzero(count: torch.Tensor) -> torch.Tensor:
+    return torch.where(count == 0, torch.ones_like(count), count)

@@ -1,0 +1,276 @@
+"""The table of a network's layers: names, output shapes and parameters. It leaves no trace on the network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hapi.distributed import group
+from hapi.rng import isolated
+
+__all__ = ["summary"]
+
+_HEADINGS = ("layer (type)", "output shape", "parameters")
+
+
+def summary(
+    network: nn.Module,
+    input_size: Any = None,
+    dtype: Any = None,
+    inputs: Any = None,
+) -> dict[str, int]:
+    """Print a table with a row a layer: its name and type, the shape of what it returns, its parameters.
+
+    The shapes come from one forward pass in eval mode, without gradients, on the device where the network
+    lies. Module modes, buffers and the random state are as before afterwards. A layer's row counts the
+    parameters that it holds itself, each shared parameter where it is met first, so that the column adds up
+    to the total. A layer that is called several times has one row, with the shape of its first call; one that
+    is never called shows ``-``. Under a launcher only rank 0 prints.
+
+    Args:
+        network: Any module.
+        input_size: The shape of an input with its batch dimension, ``(1, 3, 32, 32)`` (None or -1 as the
+            batch dimension stand for 1); for several inputs a list of shapes, or a dict from argument names
+            to shapes.
+        dtype: The dtype of the inputs, a `torch.dtype` or its name, or a list (a dict) of them, one an input.
+            By default that of the network's parameters.
+        inputs: A tensor, a tuple (positional arguments) or a dict (named arguments) to run instead of inputs
+            made from `input_size`. Without either, the table has no shapes.
+
+    Returns:
+        ``total_params`` and ``trainable_params``, numbers of elements.
+
+    Raises:
+        TypeError: `input_size` is not a shape, `dtype` is not a dtype, or both `input_size` and `inputs` are
+            given.
+        ValueError: A size is open or negative, the dtypes are not as many as the inputs, or a lazy layer's
+            parameters were asked for without an input.
+        RuntimeError: The network's forward failed on this input.
+    """
+    if input_size is not None and inputs is not None:
+        raise TypeError(
+            "summary received both input_size and inputs, and would not know which to run. "
+            "Pass input_size=(1, 3, 32, 32) or inputs=batch, not both."
+        )
+    if inputs is None and input_size is not None:
+        inputs = _make_inputs(network, input_size, dtype)
+    shapes = {} if inputs is None else _output_shapes(network, inputs)
+    rows, counts = _rows(network, shapes)
+    if group.get_rank() == 0:
+        print(_table(rows, counts))
+        if inputs is None:
+            print("For output shapes pass the shape of an input: summary(input_size=(1, 3, 32, 32)).")
+    return counts
+
+
+# What the network is run on
+
+
+def _make_inputs(network: nn.Module, input_size: Any, dtype: Any) -> Any:
+    example = next((p for p in network.parameters() if p.is_floating_point()), None)
+    default = example.dtype if example is not None else torch.get_default_dtype()
+    if isinstance(input_size, Mapping):
+        named = dtype if isinstance(dtype, Mapping) else dict.fromkeys(input_size, dtype)
+        return {name: _make_input(size, named.get(name) or default, network) for name, size in input_size.items()}
+    sizes = [input_size] if _is_shape(input_size) else input_size
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not sizes:
+        raise TypeError(
+            f"summary received input_size={input_size!r}, which is neither a shape nor a list of shapes. "
+            "Write input_size=(1, 3, 32, 32), or [(1, 3, 32, 32), (1, 10)] for two inputs."
+        )
+    dtypes = list(dtype) if isinstance(dtype, (list, tuple)) else [dtype] * len(sizes)
+    if len(dtypes) != len(sizes):
+        raise ValueError(
+            f"summary received {len(dtypes)} dtypes for {len(sizes)} inputs, so some input has none. "
+            'Pass one dtype for all, or a list with one an input: dtype=["int64", "float32"].'
+        )
+    pairs = zip(sizes, dtypes, strict=True)
+    return tuple(_make_input(size, kind or default, network) for size, kind in pairs)
+
+
+def _is_shape(value: Any) -> bool:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return False
+    return bool(value) and all(size is None or isinstance(size, int) for size in value)
+
+
+def _make_input(size: Any, dtype: Any, network: nn.Module) -> torch.Tensor:
+    if not _is_shape(size):
+        raise TypeError(
+            f"summary received {size!r} as the shape of an input, but a shape is a tuple of whole numbers. "
+            "Write (1, 3, 32, 32): the batch dimension first."
+        )
+    batch, *rest = size
+    shape = [1 if batch in (None, -1) else batch, *rest]
+    if any(length is None or length < 0 for length in shape):
+        raise ValueError(
+            f"summary received the shape {tuple(size)}, but a forward pass needs every size: only the first, "
+            "the batch dimension, may be None or -1. Write the sizes of a real batch, tuple(batch.shape)."
+        )
+    kind = _as_dtype(dtype)
+    # Zeros are valid indices for an embedding; ones keep a logarithm or a division finite.
+    fill = 1 if kind.is_floating_point or kind.is_complex else 0
+    return torch.full(shape, fill, dtype=kind, device=_device(network))
+
+
+def _as_dtype(dtype: Any) -> torch.dtype:
+    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(kind, torch.dtype):
+        raise TypeError(
+            f"summary received {dtype!r} as a dtype, which torch does not know. "
+            'Write a torch.dtype or its name: torch.int64 or "int64".'
+        )
+    return kind
+
+
+def _device(network: nn.Module) -> torch.device:
+    for tensors in (network.parameters(), network.buffers()):
+        for tensor in tensors:
+            return tensor.device
+    return torch.device("cpu")
+
+
+# The forward pass
+
+
+@dataclass
+class _Trace:
+    """What the hooks of one forward pass note down."""
+
+    shapes: dict[nn.Module, str] = field(default_factory=dict)
+    running: list[nn.Module] = field(default_factory=list)
+
+    def enter(self, module: nn.Module, _args: Any) -> None:
+        self.running.append(module)
+
+    def leave(self, module: nn.Module, _args: Any, output: Any) -> None:
+        self.running.pop()
+        self.shapes.setdefault(module, _describe(output))
+
+
+def _output_shapes(network: nn.Module, inputs: Any) -> dict[nn.Module, str]:
+    device = _device(network)
+    args = inputs if isinstance(inputs, (tuple, list)) else () if isinstance(inputs, Mapping) else (inputs,)
+    kwargs = inputs if isinstance(inputs, Mapping) else {}
+    trace = _Trace()
+    # Nothing is drawn on the meta device, which has no generator.
+    drawing = torch.device("cpu") if device.type == "meta" else device
+    with torch.no_grad(), _untouched(network), isolated(drawing), _hooked(network, trace):
+        try:
+            network(*(_to(value, device) for value in args), **{k: _to(v, device) for k, v in kwargs.items()})
+        except Exception as error:
+            raise RuntimeError(_failure(network, trace, inputs, error)) from error
+    return trace.shapes
+
+
+@contextmanager
+def _hooked(network: nn.Module, trace: _Trace) -> Iterator[None]:
+    handles = []
+    try:
+        for module in network.modules():
+            handles.append(module.register_forward_pre_hook(trace.enter))
+            handles.append(module.register_forward_hook(trace.leave))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _untouched(network: nn.Module) -> Iterator[None]:
+    # Eval mode alone is not enough: some networks refuse it in part, or count their calls in a buffer.
+    modes = [(module, module.training) for module in network.modules()]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in network.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if not isinstance(buffer, nn.parameter.UninitializedBuffer)
+    ]
+    try:
+        network.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for module, name, buffer, value in buffers:
+            buffer.copy_(value)
+            setattr(module, name, buffer)
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _failure(network: nn.Module, trace: _Trace, inputs: Any, error: Exception) -> str:
+    names = {module: name for name, module in network.named_modules()}
+    layer = trace.running[-1] if trace.running else network
+    where = f"its layer {names[layer]!r} ({type(layer).__name__})" if names.get(layer) else "its forward"
+    given = inputs[0] if isinstance(inputs, tuple) and len(inputs) == 1 else inputs
+    return (
+        f"summary gave the network {_describe(given)}, and {where} failed: {type(error).__name__}: {error}. "
+        "Pass the shape and dtype of a real batch, input_size=tuple(batch.shape), or itself, inputs=batch."
+    )
+
+
+def _describe(value: Any) -> str:
+    """The shapes in a value of any nesting, as text."""
+    if isinstance(value, torch.Tensor):
+        return str(list(value.shape))
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_describe(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(_describe(item) for item in value) + ")"
+    return "None" if value is None else type(value).__name__
+
+
+# The table
+
+
+def _rows(network: nn.Module, shapes: Mapping[nn.Module, str]) -> tuple[list[tuple[str, str, str]], dict[str, int]]:
+    rows = []
+    counts = {"total_params": 0, "trainable_params": 0}
+    counted: set[nn.Parameter] = set()
+    for name, module in network.named_modules():
+        own = list(module.parameters(recurse=False))
+        new = [parameter for parameter in own if parameter not in counted]
+        counted.update(new)
+        _refuse_uninitialized(name, new)
+        size = sum(parameter.numel() for parameter in new)
+        counts["total_params"] += size
+        counts["trainable_params"] += sum(p.numel() for p in new if p.requires_grad)
+        cell = f"{size:,}" if new or not own else ""
+        if len(new) < len(own):
+            cell = f"{cell} + shared".removeprefix(" + ")
+        rows.append((_label(name, module), shapes.get(module, "-"), cell if own else "-"))
+    return rows, counts
+
+
+def _refuse_uninitialized(name: str, parameters: Sequence[nn.Parameter]) -> None:
+    if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in parameters):
+        raise ValueError(
+            f"The layer {name!r} is a lazy one: its parameters have no size before it has seen an input. "
+            "Pass the shape of an input: summary(input_size=(1, 3, 32, 32))."
+        )
+
+
+def _label(name: str, module: nn.Module) -> str:
+    kind = type(module).__name__
+    if not name:
+        return kind
+    depth = name.count(".") + 1
+    return f"{'  ' * depth}{name.rpartition('.')[2]} ({kind})"
+
+
+def _table(rows: Sequence[tuple[str, str, str]], counts: Mapping[str, int]) -> str:
+    layer, shape, number = (max(map(len, column)) for column in zip(_HEADINGS, *rows, strict=True))
+    lines = [f"{a:<{layer}}  {b:<{shape}}  {c:>{number}}" for a, b, c in (_HEADINGS, *rows)]
+    rule = "-" * len(lines[0])
+    total, trainable = counts["total_params"], counts["trainable_params"]
+    totals = (("total", total), ("trainable", trainable), ("not trainable", total - trainable))
+    closing = [f"{name + ' parameters:':<26}{count:,}" for name, count in totals]
+    return "\n".join((lines[0], rule, *lines[1:], rule, *closing))
