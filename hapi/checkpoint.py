@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from hapi import files
 
-TRAINING_STATES = ("optimizer", "scheduler", "scaler", "counters", "position", "callbacks")
+TRAINING_STATES = ("loss", "optimizer", "scheduler", "scaler", "counters", "position", "callbacks")
 """The entries of `path.opt.pt`, `format` and `id` aside."""
 
 _FORMAT = 1

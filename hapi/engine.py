@@ -118,6 +118,7 @@ class Engine:
         """What goes into `path.opt.pt`: one entry for each of `checkpoint.TRAINING_STATES`."""
         prepared = self.prepared
         return {
+            "loss": _state_of(prepared.objective.module),
             "optimizer": _state_of(prepared.optimizer),
             "scheduler": _state_of(prepared.schedule.scheduler if prepared.schedule else None),
             "scaler": _state_of(prepared.scaler),
@@ -129,6 +130,8 @@ class Engine:
     def restore_training(self, state: dict[str, Any]) -> None:
         """Put back what `training_state` gave, counters aside."""
         prepared = self.prepared
+        if prepared.objective.module is not None and state["loss"]:
+            prepared.objective.module.load_state_dict(state["loss"])
         if prepared.optimizer is not None and state["optimizer"] is not None:
             checkpoint.load_optimizer(prepared.optimizer, state["optimizer"])
         if prepared.schedule is not None and state["scheduler"] is not None:

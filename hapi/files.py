@@ -73,6 +73,16 @@ def read(path: Path) -> Any:
         ) from error
 
 
+def why_not_writable(folder: Path) -> str | None:
+    """What stands against writing into a folder, which need not be there yet; None if nothing. Nothing is touched."""
+    for place in (folder, *folder.absolute().parents):
+        if place.exists():
+            if not place.is_dir():
+                return f"{place} is a file"
+            return None if os.access(place, os.W_OK | os.X_OK) else f"{place} is read-only for this user"
+    return f"no folder above {folder} exists"
+
+
 def as_plain(value: Any, where: str) -> Any:
     """The value made of what a safe load takes.
 

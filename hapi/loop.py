@@ -60,8 +60,10 @@ def fit(run: Run, plan: FitPlan) -> None:
     agreement = Agreement(model, plan.nan_policy)
     remaining = plan.num_iters
     logs: dict[str, float] = {}
+    run.stepper.begin(plan.accumulate)
     callbacks.call("on_train_begin")
     for epoch in range(plan.first_epoch, plan.last_epoch):
+        rng.set_streams(rng.mix(run.seed, rng.EPOCH, epoch, group.get_rank()), run.stepper.device)
         callbacks.call("on_epoch_begin", epoch)
         steps, logs = _train_epoch(run, plan, agreement, epoch, remaining)
         remaining = remaining - steps if remaining is not None else None
@@ -84,12 +86,12 @@ def _train_epoch(
     tally = Tally(run.metrics, stepper.device)
     rank = group.get_rank()
     step = 0
-    stepper.begin_epoch(plan.accumulate)
     for window in _windows(islice(feed.pieces(epoch), remaining), plan.accumulate):
         window_total = sum(piece.total for piece in window)
         for number, piece in enumerate(window, 1):
-            callbacks.call("on_train_batch_begin", step)
+            # Before the hook, so that what a callback draws has its place in the run too.
             rng.set_streams(rng.mix(run.seed, rng.STEP, epoch, step, rank), stepper.device)
+            callbacks.call("on_train_batch_begin", step)
             last = number == len(window)
             inputs, labels = (None, None) if piece.batch is None else run.split(feed.place(piece.batch))
             outcome = stepper.backward(inputs, labels, piece.size, window_total, last)

@@ -5,12 +5,19 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from hapi.batch import as_arguments
+
+# Functions that are one of the modules whose weights we know.
+_AS_MODULES: dict[Any, type[nn.Module]] = {
+    nn.functional.cross_entropy: nn.CrossEntropyLoss,
+    nn.functional.nll_loss: nn.NLLLoss,
+}
 
 
 class Loss(NamedTuple):
@@ -87,8 +94,10 @@ def as_loss(value: Any) -> Loss:
         total, count = value
         if isinstance(total, torch.Tensor) and total.numel() == 1:
             count = torch.as_tensor(count, device=total.device)
+            # Half precision counts no further than 256 or 2048.
+            dtype = torch.promote_types(total.dtype, torch.float32)
             if count.numel() == 1:
-                return Loss(total.reshape(()), count.detach().reshape(()).to(total.dtype))
+                return Loss(total.reshape(()), count.detach().reshape(()).to(dtype))
     shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:80]
     raise ValueError(
         f"The loss gave {shape}, which is not one number to minimize. Let it return the mean over the samples "
@@ -116,7 +125,10 @@ class _Sum:
 
 def _summed_form(loss: Any) -> Any:
     """A copy of a cross-entropy or NLL module that adds up; its mean divides by weights that a batch mean hides."""
-    if type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss) and loss.reduction == "mean":
+    function, options = (loss.func, loss.keywords) if isinstance(loss, partial) and not loss.args else (loss, {})
+    if function in _AS_MODULES:
+        loss = _AS_MODULES[function](**options)
+    if type(loss) in _AS_MODULES.values() and loss.reduction == "mean":
         summed = copy.copy(loss)
         summed.reduction = "sum"
         return summed

@@ -7,6 +7,7 @@ before: not on the evaluation between two epochs, the number of workers, or a re
 
 from __future__ import annotations
 
+import importlib
 import random
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import torch
 _MASK = (1 << 64) - 1
 
 # Purposes, the second word of each key.
-ORDER, FETCH, STEP, EVALUATE = range(4)
+ORDER, FETCH, STEP, EVALUATE, EPOCH = range(5)
 
 
 def seed(n: int) -> None:
@@ -66,7 +67,7 @@ def set_streams(key: int, device: torch.device | None = None) -> None:
     if numpy_random is not None:
         numpy_random.seed(key & 0xFFFFFFFF)
     if device is not None and device.type != "cpu":
-        _device_generator(device).manual_seed(key & (_MASK >> 1))
+        _seed_device(device, key & (_MASK >> 1))
 
 
 @contextmanager
@@ -76,31 +77,27 @@ def isolated(device: torch.device) -> Iterator[None]:
     python_state = random.getstate()
     numpy_random = _numpy_random()
     numpy_state = numpy_random.get_state() if numpy_random is not None else None
-    device_state = _device_generator(device).get_state() if device.type != "cpu" else None
+    on_device: Any = torch.get_device_module(device) if device.type != "cpu" else None
+    device_state = on_device.get_rng_state(device) if on_device is not None else None
     try:
         yield
     finally:
         torch.default_generator.set_state(torch_state)
         random.setstate(python_state)
-        if numpy_random is not None and numpy_state is not None:
+        if numpy_random is not None:
             numpy_random.set_state(numpy_state)
-        if device_state is not None:
-            _device_generator(device).set_state(device_state)
+        if on_device is not None:
+            on_device.set_rng_state(device_state, device)
 
 
 def _numpy_random() -> Any:
-    # Only where the script uses NumPy: its generator is loaded with it, and not loaded for us.
-    return sys.modules.get("numpy.random")
+    # Only where the script uses NumPy. Its generator is loaded at first use, which may come within a step: by then
+    # it must have been set.
+    return importlib.import_module("numpy.random") if "numpy" in sys.modules else None
 
 
-def _device_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or 0]
-    if device.type == "mps":
-        from torch import mps
-
-        return mps._get_default_mps_generator()
-    raise RuntimeError(
-        f"The random state of device {device} was asked for, but torch gives no common way to reach it. "
-        'Write hapi.set_device("cpu") or use a CUDA device or MPS.'
-    )
+def _seed_device(device: torch.device, seed: int) -> None:
+    if device.type == "cuda" and torch.cuda.default_generators:
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+    else:
+        torch.get_device_module(device).manual_seed(seed)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from hapi import loop, modes, report, rng
+from hapi import files, loop, modes, report, rng
 from hapi.arguments import FitOptions
 from hapi.callbacks import History
 from hapi.callbacks.base import CallbackList, default_callbacks
@@ -41,7 +42,13 @@ class PassOptions:
 def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: FitOptions) -> History:
     """Train; see `Model.fit`."""
     engine = model._engine
+    if engine.prepared.optimizer is None:
+        raise ValueError(
+            "fit was called without an optimizer, so nothing would move the weights. "
+            "Write model.prepare(torch.optim.Adam(model.parameters(), lr=1e-3), loss) before it."
+        )
     stepper = engine.ready()
+    _refuse_unwritable(options.save_dir)
     seed = group.broadcast_object(rng.draw_seed() if options.seed is None else options.seed)
     train = make_feed(train_data, _train_request(options, seed), stepper.device)
     evaluation = None if eval_data is None else make_feed(eval_data, _eval_request(options), stepper.device)
@@ -108,6 +115,16 @@ def decides_batches(data: Any) -> bool:
 
 def _log_names(model: Model) -> list[str]:
     return ["loss", *(name for metric in model._engine.prepared.metrics for name in metric.names)]
+
+
+def _refuse_unwritable(save_dir: str | Path | None) -> None:
+    """Raise on every rank if rank 0, which writes, cannot write there."""
+    problem = group.broadcast_object(None if save_dir is None else files.why_not_writable(Path(save_dir)))
+    if problem is not None:
+        raise ValueError(
+            f"save_dir received {str(save_dir)!r}, where no checkpoint can be written: {problem}. "
+            "Choose a folder that you may write to, or leave save_dir out to train without checkpoints."
+        )
 
 
 def _train_request(options: FitOptions, seed: int) -> Request:

@@ -9,6 +9,7 @@ travel as the gradient of `Replica.probe`, and gradients are divided by it at th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,6 +27,15 @@ from hapi.scheduling import Schedule
 
 StepFunction = Callable[[Any, Any], tuple[Any, Any]]
 """`train_step` or `eval_step`: (inputs, labels) -> (loss, outputs)."""
+
+
+class _Form(NamedTuple):
+    """How the losses of a fit weigh, agreed by all ranks."""
+
+    counted: bool
+    scale: float
+    """What sums are divided by before they are backpropagated: about one batch's weight, so that they stay in the
+    range of half precision; a power of two, so that it changes no bit."""
 
 
 class Outcome(NamedTuple):
@@ -82,7 +92,8 @@ class Stepper:
         self._eval_step = eval_step
         self._world_size = group.get_world_size()
         self._has_graph = False
-        self._carried = False
+        self._form: _Form | None = None
+        self._divides = False
         self.window_open = False
         """Whether gradients lie there that no update has taken yet."""
         self.exchange = GradientExchange(
@@ -93,6 +104,12 @@ class Stepper:
         if prepared.scaler is not None and prepared.scaler_state:
             prepared.scaler.load_state_dict(prepared.scaler_state)
             prepared.scaler_state = None
+
+    def begin(self, accumulate: int) -> None:
+        """Called before each fit: how losses weigh, and which parameters they reach, is found anew."""
+        self._form = None
+        self.exchange.accumulates = accumulate > 1
+        self.exchange.begin()
 
     def backward(
         self, inputs: Inputs | None, labels: Any, size: int, window_total: int | None, last: bool
@@ -109,21 +126,59 @@ class Stepper:
         Returns:
             Loss and outputs, or None for a rank without samples.
         """
+        if not self.window_open:
+            self.exchange.begin_window()
         outcome = None
         with self.exchange.accumulating(last):
             if inputs is not None:
-                objective, carried, outcome = self.exchange.forward(inputs, labels, size, window_total)
-                scaler = self.prepared.scaler
-                objective = scaler.scale(objective) if scaler is not None else objective
-                # The probe's part stays outside the scaling, so that its gradient is the weight itself.
-                (objective if carried is None else objective + carried).backward()
-                self._carried |= carried is not None
-            elif self.exchange.needs_turn(last):
-                self.exchange.forward().backward()
+                value, carried, outcome = self.exchange.forward(inputs, labels, size, window_total)
+                self._agree_on_form(outcome, window_total)
+                self._backpropagate(value, carried, outcome, size, window_total)
+            else:
+                self._agree_on_form(None, window_total)
+                if self.exchange.needs_turn(last):
+                    self.exchange.forward().backward()
         self.window_open = True
+        self._divides |= window_total is None or (self._form is not None and self._form.counted)
         if last:
-            self.exchange.complete(self._carried)
+            self.exchange.complete()
         return outcome
+
+    def _backpropagate(
+        self, value: torch.Tensor, carried: torch.Tensor | None, outcome: Outcome, size: int, window_total: int | None
+    ) -> None:
+        if self._form is not None and self._form.counted:
+            factor = carried_factor = 1 / self._form.scale if carried is not None else 1.0
+        elif window_total is not None:
+            factor, carried_factor = size * self._world_size / window_total, self._world_size / window_total
+        else:
+            factor, carried_factor = float(size), 1.0
+        objective = value if factor == 1 else value * factor
+        if self.prepared.scaler is not None:
+            objective = self.prepared.scaler.scale(objective)
+        # The probe's part stays outside the scaling, so that its gradient is the weight itself.
+        roots = [objective] if carried is None else [objective, carried * carried_factor]
+        torch.autograd.backward(roots)
+
+    def _agree_on_form(self, outcome: Outcome | None, window_total: int | None) -> None:
+        """Before the first backward of a fit: whether the loss knows its own weight, and how large that is.
+
+        All ranks have to know it, those without samples too: who divides by the weights must not differ.
+        """
+        if window_total is None:
+            return
+        counts = None if outcome is None else isinstance(outcome.weight, torch.Tensor)
+        if self._form is None:
+            weight = float(outcome.weight) if outcome is not None and counts else 0.0
+            ranks = group.gather_objects((counts, weight))
+            counted = any(flag for flag, _ in ranks)
+            mean = sum(weight for _, weight in ranks) / len(ranks)
+            self._form = _Form(counted, 2.0 ** round(math.log2(mean)) if mean > 0 else 1.0)
+        if counts is not None and counts != self._form.counted:
+            raise ValueError(
+                "The loss gave a mean for some batches and (sum, count) for others, so they cannot be weighed against "
+                "each other. Let it return one of the two for every batch."
+            )
 
     def update(self) -> None:
         """One optimizer step on the window's gradients: unscale, divide by weights, clip, step, schedule, clear."""
@@ -133,7 +188,7 @@ class Stepper:
             raise RuntimeError("hapi's own fault: an update without an optimizer")
         if scaler is not None:
             scaler.unscale_(optimizer)
-        self._divide_by_count()
+        self._divide_by_weights()
         if prepared.clip_grad_norm is not None:
             parameters = [p for g in optimizer.param_groups for p in g["params"]]
             nn.utils.clip_grad_norm_(parameters, prepared.clip_grad_norm)
@@ -153,7 +208,7 @@ class Stepper:
         """Drop gradients, those of parameters that no optimizer holds included."""
         for parameter in self.exchange.replica.parameters():
             parameter.grad = None
-        self._carried = self.window_open = False
+        self._divides = self.window_open = False
 
     @torch.no_grad()
     def evaluate(self, inputs: Inputs, labels: Any, size: int) -> Outcome:
@@ -177,11 +232,6 @@ class Stepper:
         optimizer = self.prepared.optimizer
         return float(optimizer.param_groups[0]["lr"]) if optimizer is not None else 0.0
 
-    def begin_epoch(self, accumulate: int) -> None:
-        """Called before each epoch: wrap anew where parameters were frozen or freed meanwhile."""
-        self.exchange.accumulates = accumulate > 1
-        self.exchange.refresh()
-
     def end_epoch(self, logs: dict[str, float]) -> None:
         """Called after each epoch and its evaluation: move a scheduler that counts epochs."""
         if self.prepared.schedule is not None:
@@ -203,16 +253,18 @@ class Stepper:
             value, outputs = self._train_step(inputs, labels)
             loss = self._as_loss(value)
         outcome = _outcome(loss, size, outputs)
-        probe = self.exchange.replica.probe
+        # Alone and with nothing to wait for, a batch's own mean is the window's.
+        own = self._world_size == 1 and window_total == size
         if loss.weight is None:
-            if window_total is None:
-                return loss.value * size, probe * size, outcome
-            factor = size * self._world_size / window_total
-            return (loss.value if factor == 1 else loss.value * factor), None, outcome
-        if window_total == size and self._world_size == 1:
-            # The whole window is this batch: its own mean is the window's.
+            carries = window_total is None or self._world_size > 1
+            return loss.value, self._probe() * size if carries else None, outcome
+        if own:
             return loss.value / _nonzero(loss.weight), None, outcome
-        return loss.value, probe * loss.weight.detach(), outcome
+        probe = self._probe()
+        return loss.value, probe * loss.weight.detach().to(probe), outcome
+
+    def _probe(self) -> torch.Tensor:
+        return self.exchange.replica.probe
 
     def _as_loss(self, value: Any) -> Loss:
         loss = value if isinstance(value, Loss) else as_loss(value)
@@ -221,14 +273,14 @@ class Stepper:
             self._has_graph = True
         return loss
 
-    def _divide_by_count(self) -> None:
+    def _divide_by_weights(self) -> None:
         weight = self.exchange.replica.probe.grad
-        if weight is None:
+        if not self._divides or weight is None:
             return
         # A window in which nothing counts (all labels ignored) has zero sums: they stay zero.
         weight = _nonzero(weight)
-        for parameter in self.exchange.replica.reduced_parameters():
-            if parameter.grad is not None and parameter is not self.exchange.replica.probe:
+        for parameter in self.exchange.replica.trained():
+            if parameter.grad is not None:
                 parameter.grad.div_(weight.to(parameter.grad.device))
 
 

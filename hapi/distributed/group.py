@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 _BROADCAST_BUCKET_BYTES = 25 << 20
 _launch: LaunchInfo | None = None
+_control: tuple[Any, Any] | None = None
 
 
 def start() -> None:
@@ -50,6 +51,19 @@ def start() -> None:
 def _stop() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _control_group() -> Any:
+    """A group of our own, on the CPU, for counts, flags and objects.
+
+    It keeps them apart from DDP's collectives, beside which they would have to be issued in the same order on every
+    rank, and off the device, whose whole queue a read would wait for. It is made by the first collective that needs it.
+    """
+    global _control
+    world = dist.group.WORLD
+    if _control is None or _control[0] is not world:
+        _control = (world, dist.new_group(backend="gloo"))
+    return _control[1]
 
 
 def is_initialized() -> bool:
@@ -89,7 +103,7 @@ def backend_name() -> str:
 def barrier() -> None:
     """Wait until every process has come here."""
     if is_initialized():
-        dist.barrier()
+        dist.barrier(_control_group())
 
 
 def broadcast_object(value: T) -> T:
@@ -97,7 +111,7 @@ def broadcast_object(value: T) -> T:
     if not is_initialized():
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=_control_group())
     return box[0]
 
 
@@ -106,7 +120,7 @@ def gather_objects(value: T) -> list[T]:
     if not is_initialized():
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
+    dist.all_gather_object(gathered, value, group=_control_group())
     return gathered
 
 
@@ -115,7 +129,7 @@ def reduce_max(values: Sequence[float]) -> list[float]:
     if not is_initialized():
         return list(values)
     tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=_control_group())
     return [float(value) for value in tensor]
 
 
@@ -124,8 +138,7 @@ class PendingSum:
 
     def __init__(self, value: int) -> None:
         self._tensor = torch.tensor([value], dtype=torch.int64)
-        # Always on the CPU: reading a count that came over the device would wait for the device's whole queue.
-        self._work = dist.all_reduce(self._tensor, async_op=True) if is_initialized() else None
+        self._work = dist.all_reduce(self._tensor, group=_control_group(), async_op=True) if is_initialized() else None
 
     def wait(self) -> int:
         """The sum."""
@@ -182,7 +195,7 @@ def gather_rows(rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]
     padded[: len(rows)] = rows
     raw = padded.contiguous().reshape(-1).view(torch.uint8)
     gathered = [torch.empty_like(raw) for _ in counts]
-    dist.all_gather(gathered, raw)
+    dist.all_gather(gathered, raw, group=_control_group())
     return [piece.view(rows.dtype).reshape(padded.shape)[:count] for piece, count in zip(gathered, counts, strict=True)]
 
 

@@ -28,29 +28,30 @@ class Replica(nn.Module):
     """
 
     probe: nn.Parameter
-    """A scalar without a part in the computation but this: its gradient carries the weight of a batch through the
-    same all-reduce as the gradients, where that weight is known only after the forward."""
+    """A scalar, zero, whose gradient is the weight of what was summed: it travels in the same all-reduce as the
+    gradients, for losses whose weight is known only after the forward."""
 
     def __init__(self, network: nn.Module, companions: nn.Module | None, compute: Callable[..., Any]) -> None:
         super().__init__()
         self.network = network
         self.companions = companions
         self._compute = compute
-        self.zero_reaches: list[nn.Parameter] | None = None
+        self.zero_reaches_probe_alone = False
         first = next((p for p in network.parameters()), None)
-        self.probe = nn.Parameter(torch.zeros((), device=first.device if first is not None else None))
+        # Sums of weights grow beyond what half precision counts.
+        dtype = torch.float64 if first is not None and first.dtype == torch.float64 else torch.float32
+        self.probe = nn.Parameter(torch.zeros((), dtype=dtype, device=first.device if first is not None else None))
 
     def forward(self, *arguments: Any) -> Any:
         """The computation, or without arguments a zero that reaches the parameters, for a rank without samples."""
         return self._compute(*arguments) if arguments else self._zero()
 
-    def reduced_parameters(self) -> list[nn.Parameter]:
-        """The parameters whose gradients are shared, the probe last."""
-        rest = [p for p in self.parameters() if p.requires_grad and p is not self.probe]
-        return [*rest, self.probe] if self.probe.requires_grad else rest
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are shared, the probe aside."""
+        return [p for p in self.parameters() if p.requires_grad and p is not self.probe]
 
     def _zero(self) -> torch.Tensor:
-        return zero_of(self.reduced_parameters() if self.zero_reaches is None else self.zero_reaches)
+        return zero_of([self.probe] if self.zero_reaches_probe_alone else [*self.trained(), self.probe])
 
 
 def zero_of(parameters: list[nn.Parameter]) -> torch.Tensor:
@@ -64,9 +65,8 @@ def zero_of(parameters: list[nn.Parameter]) -> torch.Tensor:
 class GradientExchange:
     """Runs a replica's forward passes so that after the last backward of a window its gradients are the ranks' mean.
 
-    The first window is reduced by hand. It shows which parameters the loss does not reach and whether the weights of
-    batches travel along; only then is the replica wrapped, so that no flag is ever asked of the user. Alone, it is
-    the replica itself.
+    The first window is reduced by hand. It shows which parameters the loss does not reach; only then is the replica
+    wrapped, so that no flag is ever asked of the user. Alone, it is the replica itself.
 
     Args:
         replica: What to run.
@@ -84,8 +84,21 @@ class GradientExchange:
         self._wrapped: DistributedDataParallel | None = None
         self._searches_unused = False
         self._layout: tuple[bool, ...] = ()
+
+    def begin(self) -> None:
+        """Start anew: the next window is reduced by hand. Called on every rank or on none."""
+        if self._wrapped is not None:
+            self._wrapped = None
+            # The reducer lets go of its hooks on the parameters when it is collected.
+            gc.collect()
+        self.replica.zero_reaches_probe_alone = False
         if not self._alone and self._has_sparse_gradients():
             self._wrap(searches_unused=True)
+
+    def begin_window(self) -> None:
+        """Called before each window: a parameter that was frozen or freed meanwhile needs a new wrap."""
+        if self._wrapped is not None and self._layout != self._current_layout():
+            self.begin()
 
     def forward(self, *arguments: Any) -> Any:
         """One forward pass; without arguments, the part of a rank that has no samples."""
@@ -101,60 +114,37 @@ class GradientExchange:
         """Whether a rank without samples has to run the zero pass here, for the others' sake."""
         return last and self._wrapped is not None
 
-    def complete(self, counted: bool) -> None:
-        """Called after the last backward of each window, on every rank.
-
-        Args:
-            counted: Whether this rank's batches brought their weights along the probe.
-        """
+    def complete(self) -> None:
+        """Called after the last backward of each window, on every rank."""
         if self._alone:
             return
         if self._wrapped is None:
-            self._reduce_by_hand(counted)
+            self._reduce_by_hand()
         elif not self._searches_unused:
             self._finish_unreached()
 
-    def refresh(self) -> None:
-        """Called between epochs: a parameter that was frozen or freed meanwhile needs a new wrap."""
-        if self._wrapped is None:
-            return
-        if self._layout != self._current_layout() or (self.accumulates and not self._searches_unused):
-            self._wrapped = None
-            # The reducer lets go of its hooks on the parameters when it is collected.
-            gc.collect()
-
-    def carry_weights(self) -> None:
-        """Make sure that the probe takes part from the next pass on. Called on every rank or on none."""
-        if not self.replica.probe.requires_grad:
-            self.replica.probe.requires_grad_(True)
-            self.refresh()
-
-    def _reduce_by_hand(self, counted: bool) -> None:
-        parameters = self.replica.reduced_parameters()
-        reached = group.gather_objects((counted, [parameter.grad is not None for parameter in parameters]))
-        anywhere = [any(flags) for flags in zip(*(flags for _, flags in reached), strict=True)]
+    def _reduce_by_hand(self) -> None:
+        parameters = self.replica.trained()
+        reached = group.gather_objects([parameter.grad is not None for parameter in parameters])
+        anywhere = [any(flags) for flags in zip(*reached, strict=True)]
         used = [parameter for parameter, is_used in zip(parameters, anywhere, strict=True) if is_used]
-        for parameter in used:
+        for parameter in (*used, self.replica.probe):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        gradients = [parameter.grad for parameter in used if parameter.grad is not None]
+        gradients = [p.grad for p in (*used, self.replica.probe) if p.grad is not None]
         group.sum_tensors(gradients)
         torch._foreach_div_(gradients, group.get_world_size())
-        self.replica.probe.requires_grad_(any(counts for counts, _ in reached))
-        others = [is_used for p, is_used in zip(parameters, anywhere, strict=True) if p is not self.replica.probe]
-        unused = not all(others)
-        # Under a search, a parameter that no rank reaches keeps no gradient at all; the zero pass must not give it one.
-        self.replica.zero_reaches = used[:1] if unused else None
-        self._wrap(searches_unused=unused)
+        self._wrap(searches_unused=len(used) < len(parameters))
 
     def _wrap(self, searches_unused: bool) -> None:
-        searches_unused = searches_unused or self.accumulates
         options = {
-            "find_unused_parameters": searches_unused,
+            "find_unused_parameters": searches_unused or self.accumulates,
             "gradient_as_bucket_view": True,
             **self._options,
         }
         self._searches_unused = bool(options["find_unused_parameters"])
+        # Under a search, a parameter that no rank reaches keeps no gradient at all; the zero pass must not give it one.
+        self.replica.zero_reaches_probe_alone = self._searches_unused
         self._wrapped = DistributedDataParallel(self.replica, **options)
         self._layout = self._current_layout()
 
@@ -163,12 +153,12 @@ class GradientExchange:
 
         Without this the step's gradients would silently stay this rank's own.
         """
-        missing = [parameter for parameter in self.replica.reduced_parameters() if parameter.grad is None]
+        missing = [parameter for parameter in self.replica.trained() if parameter.grad is None]
         if missing:
             zero_of(missing).backward()  # type: ignore[no-untyped-call]
 
     def _current_layout(self) -> tuple[bool, ...]:
-        return tuple(parameter.requires_grad for parameter in self.replica.parameters())
+        return tuple([parameter.requires_grad for parameter in self.replica.parameters()])
 
     def _has_sparse_gradients(self) -> bool:
         return any(getattr(module, "sparse", False) for module in self.replica.modules())
