@@ -1,0 +1,281 @@
+"""What a callback is, and when its hooks are called.
+
+``fit``::
+
+    set_params(params); set_model(model)
+    on_train_begin()
+    for epoch in range(first_epoch, last_epoch):            # numbered from 0
+        on_epoch_begin(epoch)
+        for step, batch in enumerate(train batches):        # a step is one batch a rank
+            on_train_batch_begin(step)
+            ...                                             # forward, backward, optimizer step if due
+            on_train_batch_end(step, logs)                  # every batch_freq-th step
+        if evaluation is due:
+            on_eval_begin({"steps": ...})
+            for step, batch in enumerate(eval batches):
+                on_eval_batch_begin(step)
+                ...
+                on_eval_batch_end(step, logs)
+            on_eval_end(logs)                               # {"loss": ..., "acc": ...}
+        on_epoch_end(epoch, logs)                           # {"loss": ..., "lr": ..., "val_loss": ...}
+        if model.stop_training on any rank: break
+    on_train_end(logs)                                      # those of the last epoch
+
+``evaluate`` calls the ``on_eval_`` hooks, ``predict`` the ``on_predict_`` hooks likewise. An exception,
+Ctrl-C included, calls ``on_exception`` in place of what was still to come, and goes on to the caller.
+
+All hooks are called on every rank. Epoch and evaluation values are floats, reduced over the ranks and equal
+on all. Batch values are this rank's running ones, 0-dim tensors: reading one (``float(logs["loss"])``) waits
+for the device. Each hook gets a dict of its own, which it may change.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Logs = dict[str, Any]
+
+# The places of callbacks: the history knows an epoch before anybody acts on it, and a checkpoint holds what
+# the others have made of it.
+FIRST, PROGRESS, OTHERS, LAST = range(4)
+
+
+class Callback:
+    """What happens at given moments of training, evaluation or prediction: subclass it and override hooks.
+
+    An object may serve several calls of ``fit``: reset what it gathers during one in `on_train_begin`.
+
+    Attributes:
+        model: The `hapi.Model`; ``model.network``, ``model.optimizer``, ``model.stop_training = True``,
+            ``model.save(path)``.
+        params: What is known of the call before it starts. In fit: ``batch_size``, ``epochs``,
+            ``first_epoch`` and ``last_epoch`` (as in ``range``), ``steps`` (of an epoch; None: unknown),
+            ``samples``, ``verbose``, ``log_freq``, ``metrics`` (the names that epoch logs will have),
+            ``save_dir``, ``save_freq``, ``eval_freq``. In evaluate and predict: ``steps``, ``samples``,
+            ``verbose``, ``log_freq``, ``metrics``. In all: ``callbacks``, those of the call in their order.
+        batch_freq: The ``on_..._batch_end`` hooks are called on every so many-th step: nothing is gathered
+            between.
+    """
+
+    batch_freq: int = 1
+    _place: int = OTHERS
+    model: Any = None
+    params: Mapping[str, Any] = {}
+
+    def set_params(self, params: Mapping[str, Any]) -> None:
+        """Called once before each fit, evaluate or predict."""
+        self.params = params
+
+    def set_model(self, model: Any) -> None:
+        """Called once before each fit, evaluate or predict."""
+        self.model = model
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Before the first epoch of a fit."""
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        """After the last epoch of a fit; ``logs`` are those of the last epoch."""
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Before an epoch, numbered from 0."""
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """After an epoch and its evaluation; ``logs`` hold both, the latter's names with ``val_``."""
+
+    def on_train_batch_begin(self, step: int, logs: Logs | None = None) -> None:
+        """Before a training step, numbered from 0 in each epoch."""
+
+    def on_train_batch_end(self, step: int, logs: Logs | None = None) -> None:
+        """After a training step; ``logs`` are this rank's running values, as unread tensors."""
+
+    def on_eval_begin(self, logs: Logs | None = None) -> None:
+        """Before an evaluation; ``logs`` hold ``steps`` (None: unknown)."""
+
+    def on_eval_end(self, logs: Logs | None = None) -> None:
+        """After an evaluation; ``logs`` are its values, without ``val_``."""
+
+    def on_eval_batch_begin(self, step: int, logs: Logs | None = None) -> None:
+        """Before an evaluation step."""
+
+    def on_eval_batch_end(self, step: int, logs: Logs | None = None) -> None:
+        """After an evaluation step; ``logs`` are this rank's running values, as unread tensors."""
+
+    def on_predict_begin(self, logs: Logs | None = None) -> None:
+        """Before a prediction; ``logs`` hold ``steps`` (None: unknown)."""
+
+    def on_predict_end(self, logs: Logs | None = None) -> None:
+        """After a prediction."""
+
+    def on_predict_batch_begin(self, step: int, logs: Logs | None = None) -> None:
+        """Before a prediction step."""
+
+    def on_predict_batch_end(self, step: int, logs: Logs | None = None) -> None:
+        """After a prediction step."""
+
+    def on_exception(self, exc: BaseException) -> None:
+        """When the call ends with an exception; no other hook follows."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a restart: tensors, numbers, texts, and lists and dicts of them."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned; when a fit resumes, right after `on_train_begin`."""
+
+
+_KINDS = ("train", "eval", "predict")
+_BATCH_HOOKS = tuple(f"on_{kind}_batch_{edge}" for kind in _KINDS for edge in ("begin", "end"))
+
+
+class CallbackList:
+    """Calls the hooks of callbacks, on every rank.
+
+    The order: `History`, `ProgBarLogger`, the others as they were given, `ModelCheckpoint` last, so that a
+    checkpoint holds the others' state of the same moment.
+
+    Args:
+        callbacks: The callbacks; each is told ``params`` and ``model``.
+        model: The `hapi.Model`.
+        params: What is known before the call starts; see `Callback`.
+
+    Raises:
+        TypeError: One of them is no callback.
+        ValueError: A ``batch_freq`` is below 1.
+    """
+
+    def __init__(self, callbacks: Iterable[Callback], model: Any, params: Mapping[str, Any]) -> None:
+        callbacks = list(callbacks)
+        for callback in callbacks:
+            _check(callback)
+        self.callbacks = sorted(callbacks, key=lambda callback: callback._place)
+        params = {**params, "callbacks": tuple(self.callbacks)}
+        for callback in self.callbacks:
+            callback.set_params(dict(params))
+            callback.set_model(model)
+        # Most callbacks leave most batch hooks alone: those cost nothing in a step.
+        self._batch_hooks = {
+            hook: [callback for callback in self.callbacks if _overrides(callback, hook)] for hook in _BATCH_HOOKS
+        }
+
+    def call(self, hook: str, *args: Any, logs: Mapping[str, Any] | None = None) -> None:
+        """Call a hook of all callbacks, each with a dict of its own.
+
+        Args:
+            hook: The hook's name.
+            args: Its arguments before ``logs``: epoch or step; for ``on_exception`` the exception.
+            logs: The values.
+        """
+        if hook in self._batch_hooks:
+            for callback in self._batch_hooks[hook]:
+                if hook.endswith("begin") or _is_due(callback, args[0]):
+                    getattr(callback, hook)(*args, dict(logs or {}))
+            return
+        for callback in self.callbacks:
+            if hook == "on_exception":
+                callback.on_exception(*args)
+            else:
+                getattr(callback, hook)(*args, dict(logs or {}))
+
+    def wants_batch_logs(self, kind: str, step: int) -> bool:
+        """Whether any callback looks at the values after this step.
+
+        Args:
+            kind: ``"train"``, ``"eval"`` or ``"predict"``.
+            step: The step's number, from 0.
+        """
+        return any(_is_due(callback, step) for callback in self._batch_hooks[f"on_{kind}_batch_end"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The callbacks' states, by class and number within the class: ``"EarlyStopping.0"``."""
+        states = {key: callback.state_dict() for key, callback in self._named().items()}
+        return {key: state for key, state in states.items() if state}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Give the callbacks their states back, after `on_train_begin`. One not there before starts anew."""
+        for key, callback in self._named().items():
+            if key in states:
+                callback.load_state_dict(states[key])
+
+    def _named(self) -> dict[str, Callback]:
+        counts: Counter[str] = Counter()
+        named: dict[str, Callback] = {}
+        for callback in self.callbacks:
+            cls = type(callback).__name__
+            named[f"{cls}.{counts[cls]}"] = callback
+            counts[cls] += 1
+        return named
+
+
+def default_callbacks(
+    callbacks: Callback | Sequence[Callback] | None,
+    *,
+    verbose: int,
+    log_freq: int,
+    save_dir: str | os.PathLike[str] | None,
+    save_freq: int,
+) -> list[Callback]:
+    """The callbacks of a fit: the user's, and those that it has by itself.
+
+    Added are a `History`; with ``verbose`` a `ProgBarLogger`; with ``save_dir`` a `ModelCheckpoint`; each
+    unless the user passed one.
+
+    Raises:
+        ValueError: A `ModelCheckpoint` has no ``save_dir``, and there is none here.
+    """
+    # Here, since their modules import this one.
+    from hapi.callbacks.checkpoint import ModelCheckpoint
+    from hapi.callbacks.history import History
+    from hapi.callbacks.progress import ProgBarLogger
+
+    given = as_list(callbacks)
+    for callback in given:
+        if isinstance(callback, ModelCheckpoint) and callback.save_dir is None and save_dir is None:
+            raise ValueError(
+                "ModelCheckpoint was passed without a save_dir, and fit has none: there is nowhere to save "
+                "to. "
+                'Write fit(..., save_dir="checkpoints") or ModelCheckpoint(save_dir="checkpoints").'
+            )
+    kinds = {cls for cls in (History, ProgBarLogger, ModelCheckpoint) if any(isinstance(cb, cls) for cb in given)}
+    added: list[Callback] = []
+    if History not in kinds:
+        added.append(History())
+    if verbose and ProgBarLogger not in kinds:
+        added.append(ProgBarLogger(log_freq, verbose))
+    if save_dir is not None and ModelCheckpoint not in kinds:
+        added.append(ModelCheckpoint(save_freq))
+    return [*added, *given]
+
+
+def as_list(callbacks: Callback | Sequence[Callback] | None) -> list[Callback]:
+    """The callbacks that the user passed: none, one, or several."""
+    if callbacks is None:
+        return []
+    return list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
+
+
+def _is_due(callback: Callback, step: int) -> bool:
+    return (step + 1) % callback.batch_freq == 0
+
+
+def _overrides(callback: Callback, hook: str) -> bool:
+    return hook in vars(callback) or getattr(type(callback), hook) is not getattr(Callback, hook)
+
+
+def _check(callback: Any) -> None:
+    if isinstance(callback, type):
+        raise TypeError(
+            f"callbacks holds the class {callback.__name__}, not an object of it. Write {callback.__name__}()."
+        )
+    if not isinstance(callback, Callback):
+        raise TypeError(
+            f"callbacks holds an object of type {type(callback).__name__}, which has not the hooks that are "
+            "called. Derive its class from hapi.callbacks.Callback and override the hooks that it needs."
+        )
+    freq = callback.batch_freq
+    if isinstance(freq, bool) or not isinstance(freq, int) or freq < 1:
+        raise ValueError(
+            f"{type(callback).__name__} has batch_freq={freq!r}: it counts steps from 1. Write batch_freq = 1."
+        )

@@ -1,0 +1,112 @@
+"""The epoch values of a fit, which it returns."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from hapi.callbacks.base import FIRST, Callback, Logs
+from hapi.callbacks.terminal import number
+
+
+class History(Callback):
+    """The values of each epoch.
+
+    Attributes:
+        epoch: The epochs' numbers, from 1.
+        history: Name -> a float for each of these epochs; NaN where an epoch had no such value (``val_``
+            names with an ``eval_freq`` above 1).
+    """
+
+    _place = FIRST
+
+    def __init__(self) -> None:
+        self.epoch: list[int] = []
+        self.history: dict[str, list[float]] = {}
+
+    def __repr__(self) -> str:
+        spans = [f"{name} {_span(values)}" for name, values in self.history.items()]
+        return f"History({len(self.epoch)} epochs{': ' if spans else ''}{', '.join(spans)})"
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Start anew."""
+        self.epoch, self.history = [], {}
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Keep the epoch's values."""
+        logs = logs or {}
+        for name in logs:
+            self.history.setdefault(name, [math.nan] * len(self.epoch))
+        self.epoch.append(epoch + 1)
+        for name, values in self.history.items():
+            values.append(float(logs.get(name, math.nan)))
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Draw each value over the epochs, training and evaluation together. Needs matplotlib.
+
+        Args:
+            path: The image file to write, its format told by the ending. None: show it on the screen or in
+                the notebook.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            RuntimeError: There is nothing to draw, or nowhere to show it.
+        """
+        if not self.epoch:
+            raise RuntimeError("This History holds no epoch, so there is nothing to draw. Call fit first.")
+        try:
+            import matplotlib
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(
+                "History.plot draws with matplotlib, which is not installed. Install it: pip install torch-hapi[plot]"
+            ) from error
+        names = self._panels()
+        if path is not None:
+            figure = Figure(figsize=(4 * len(names), 3), layout="constrained")
+            self._draw(figure, names)
+            figure.savefig(path)
+            return
+        if matplotlib.get_backend().lower() == "agg":
+            raise RuntimeError(
+                "History.plot was to show the curves, but there is no screen here. Write them to a file: "
+                "plot('history.png')."
+            )
+        from matplotlib import pyplot
+
+        self._draw(pyplot.figure(figsize=(4 * len(names), 3), layout="constrained"), names)
+        pyplot.show()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epochs so far."""
+        return {
+            "epoch": list(self.epoch),
+            "history": {name: list(values) for name, values in self.history.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after the epochs so far."""
+        self.epoch = list(state["epoch"])
+        self.history = {name: list(values) for name, values in state["history"].items()}
+
+    def _panels(self) -> list[str]:
+        """The values that get a panel of their own: all but those that share the one of training."""
+        return [name for name in self.history if not name.startswith("val_") or name[4:] not in self.history]
+
+    def _draw(self, figure: Any, names: list[str]) -> None:
+        for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+            for key in (name, f"val_{name}"):
+                if key in self.history:
+                    axes.plot(self.epoch, self.history[key], marker=".", label=key)
+            axes.set_xlabel("epoch")
+            axes.legend()
+
+
+def _span(values: list[float]) -> str:
+    known = [value for value in values if not math.isnan(value)]
+    if not known:
+        return "nan"
+    first, last = number(known[0], "lr"), number(known[-1], "lr")
+    return first if first == last else f"{first} -> {last}"

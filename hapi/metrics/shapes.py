@@ -1,0 +1,67 @@
+"""What the built-in metrics take: one tensor of outputs and one of labels, brought to shapes that fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hapi.metrics.base import Metric
+
+
+def pair(metric: Metric, outputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
+    """Outputs and labels, one tensor each.
+
+    Raises:
+        TypeError: There are several of them, or none.
+    """
+    for noun, value in (("outputs", outputs), ("labels", labels)):
+        if not isinstance(value, Tensor):
+            cls = type(metric).__name__
+            raise TypeError(
+                f"{cls} ({metric.name!r}) received {noun} of type {type(value).__name__}, not one tensor: "
+                "it cannot know which part is meant. Write a subclass whose update picks it: class "
+                f"My{cls}(hapi.metrics.{cls}): def update(self, outputs, labels): "
+                "super().update(outputs[0], labels)."
+            )
+    return outputs, labels
+
+
+def align(metric: Metric, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs and class numbers of a classification.
+
+    Returns:
+        Outputs (N, C, ...) with C > 1 and labels (N, ...), or, where there is one output a sample, both (N,
+        ...).
+
+    Raises:
+        ValueError: The shapes do not fit each other.
+    """
+    given = outputs, labels
+    if outputs.ndim > 1 and outputs.shape[1] == 1:
+        outputs = outputs.squeeze(1)
+    elif outputs.ndim > 1 and outputs.is_floating_point():
+        if labels.shape == outputs.shape:
+            labels = labels.argmax(1)
+        expected = outputs.shape[:1] + outputs.shape[2:]
+        return outputs, _squeezed(metric, labels, expected, given)
+    return outputs, _squeezed(metric, labels, outputs.shape, given)
+
+
+def _squeezed(metric: Metric, labels: Tensor, shape: torch.Size, given: tuple[Tensor, Tensor]) -> Tensor:
+    if labels.ndim == len(shape) + 1 and labels.shape[1] == 1:
+        labels = labels.squeeze(1)
+    if labels.shape != shape:
+        raise misfit(metric, *given)
+    return labels
+
+
+def misfit(metric: Metric, outputs: Tensor, labels: Tensor) -> ValueError:
+    """The error for shapes that do not fit each other."""
+    return ValueError(
+        f"{type(metric).__name__} ({metric.name!r}) received outputs of shape {tuple(outputs.shape)} and "
+        f"labels of shape {tuple(labels.shape)}, which do not fit each other. Write a subclass whose update "
+        "reshapes them; help(hapi.metrics.classification) lists the shapes of classifications, with the "
+        "classes in dimension 1."
+    )

@@ -1,0 +1,206 @@
+"""The running values of one pass over data: loss and metrics, on the device until somebody reads them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hapi.batch import map_tensors
+from hapi.distributed import group
+from hapi.metrics.base import Metric
+
+# So many losses are kept apart before they are packed into one tensor: a long pass must not hold many small
+# ones.
+_PACK_AFTER = 256
+
+
+class Tally:
+    """Loss and metrics of one pass, a training epoch or an evaluation: this rank's, at its end all ranks'.
+
+    Args:
+        metrics: The metrics, as `as_metrics` returns them. They are copied, and start anew.
+        device: Where the network's outputs are.
+
+    Attributes:
+        recent_losses: The losses since the last `take_nonfinite`.
+    """
+
+    def __init__(self, metrics: Sequence[Metric], device: torch.device) -> None:
+        self._blank = [copy.deepcopy(metric) for metric in metrics]
+        for metric in self._blank:
+            metric.reset()
+        self.metrics = [copy.deepcopy(metric).to(device) for metric in self._blank]
+        self._device = device
+        exact = torch.float32 if device.type == "mps" else torch.float64
+        self._loss_sum = torch.zeros((), dtype=exact, device=device)
+        # The weight so far: what came as numbers, what came as tensors.
+        self._weight: int | float = 0
+        self._device_weight: Tensor | None = None
+        self._updates = 0
+        self.recent_losses: list[Tensor] = []
+
+    @torch.no_grad()
+    def update(self, loss: Tensor | None, weight: int | float | Tensor, outputs: Any, labels: Any) -> None:
+        """Take in one batch. No value is read.
+
+        Args:
+            loss: The batch's mean loss, 0-dim, detached and not overwritten later; None: there is none.
+            weight: What the mean was taken over: a number of samples or tokens, or a 0-dim tensor.
+            outputs: The network's outputs, as the metrics take them.
+            labels: The batch's labels, likewise.
+
+        Raises:
+            TypeError: A metric keeps something in an attribute that it did not declare as a state.
+        """
+        self._updates += 1
+        if loss is not None:
+            self._add_loss(loss, weight)
+        update = _update_watched if self._updates == 1 else _update
+        for metric in self.metrics:
+            update(metric, outputs, labels)
+
+    def logs(self) -> dict[str, Tensor]:
+        """This rank's running values, 0-dim tensors that nobody has read: ``loss`` if any, then metrics."""
+        logs: dict[str, Tensor] = {}
+        if self._weight or self._device_weight is not None:
+            logs["loss"] = self._loss_sum / self._total_weight()
+        if self._updates:
+            add_values(logs, self.metrics)
+        return logs
+
+    def reduced(self) -> dict[str, float]:
+        """The values over all ranks, the same floats on each. To be called on all ranks: one collective.
+
+        Values of which no rank has any data are left out.
+        """
+        ranks = group.gather_objects(self.state())
+        weight = sum(float(rank["weight"]) for rank in ranks)
+        values: dict[str, Tensor] = {}
+        logs: dict[str, float] = {}
+        if weight:
+            logs["loss"] = sum(float(rank["loss_sum"]) for rank in ranks) / weight
+        if any(rank["updates"] for rank in ranks):
+            merged = copy.deepcopy(self._blank)
+            for index, metric in enumerate(merged):
+                metric.merge([rank["metrics"][index] for rank in ranks])
+            add_values(values, merged)
+        return logs | {name: float(value) for name, value in values.items()}
+
+    def take_nonfinite(self) -> int | None:
+        """Whether a loss since the last call was infinite or NaN. Reads them once, together.
+
+        Returns:
+            How many updates ago the first of them came, 0 for the last update; None if there was none.
+        """
+        if not self.recent_losses:
+            return None
+        bad = ~_packed(self.recent_losses).isfinite()
+        self.recent_losses = []
+        indices = bad.cpu().nonzero()
+        return len(bad) - 1 - int(indices[0]) if len(indices) else None
+
+    def state(self) -> dict[str, Any]:
+        """All values, on the CPU: tensors, numbers, and lists and dicts of them."""
+        return {
+            "loss_sum": _saved(self._loss_sum),
+            "weight": float(self._total_weight()),
+            "updates": self._updates,
+            "metrics": [map_tensors(_saved, metric.states()) for metric in self.metrics],
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned.
+
+        Raises:
+            ValueError: It is of other metrics.
+        """
+        if len(state["metrics"]) != len(self.metrics):
+            raise ValueError(
+                f"The running values to go on from are of {len(state['metrics'])} metrics, but there are "
+                f"{len(self.metrics)}. Prepare the model with the metrics that it was trained with."
+            )
+        self._loss_sum.copy_(state["loss_sum"])
+        self._weight, self._device_weight, self._updates = state["weight"], None, state["updates"]
+        for metric, states in zip(self.metrics, state["metrics"], strict=True):
+            metric.load_states(states)
+
+    def _add_loss(self, loss: Tensor, weight: int | float | Tensor) -> None:
+        if isinstance(weight, Tensor):
+            # The mean over nothing is NaN, and NaN times 0 would stay in the sum.
+            loss = loss.masked_fill(weight == 0, 0.0)
+            self._loss_sum.addcmul_(loss, weight)
+            if self._device_weight is None:
+                self._device_weight = torch.zeros_like(self._loss_sum)
+            self._device_weight += weight
+        elif weight:
+            self._loss_sum.add_(loss, alpha=weight)
+            self._weight += weight
+        else:
+            return
+        self.recent_losses.append(loss)
+        if len(self.recent_losses) > _PACK_AFTER:
+            self.recent_losses = [_packed(self.recent_losses)]
+
+    def _total_weight(self) -> int | float | Tensor:
+        return self._weight if self._device_weight is None else self._device_weight + self._weight
+
+
+def add_values(logs: dict[str, Tensor], metrics: Sequence[Metric]) -> None:
+    """Add the metrics' values to the logs.
+
+    Raises:
+        ValueError: A name is there already.
+    """
+    for metric in metrics:
+        for name, value in metric.values().items():
+            if name in logs:
+                raise ValueError(
+                    f"Two metrics computed a value called {name!r}: each needs a key of its own in the logs. "
+                    "Give one of them another name."
+                )
+            logs[name] = value
+
+
+def _update(metric: Metric, outputs: Any, labels: Any) -> None:
+    metric.update(outputs, labels)
+
+
+def _update_watched(metric: Metric, outputs: Any, labels: Any) -> None:
+    before = _kept_aside(metric)
+    metric.update(outputs, labels)
+    after = _kept_aside(metric)
+    changed = [name for name in before if after.get(name) != before[name]]
+    if changed:
+        raise TypeError(
+            f"The metric {type(metric).__name__} changed {', '.join(changed)} in update, which it did not declare "
+            "as a state: what several passes or ranks put there could not be told apart or put together. Write "
+            f'self.add_state("{changed[0]}", default) in __init__.'
+        )
+
+
+def _kept_aside(metric: Metric) -> dict[str, Any]:
+    """What tells whether an attribute that is no state holds something else than before."""
+    marks: dict[str, Any] = {}
+    for name, value in vars(metric).items():
+        if name in metric._defaults:
+            continue
+        if isinstance(value, Tensor):
+            marks[name] = (id(value), None if value.is_inference() else value._version)
+        elif isinstance(value, int | float):
+            marks[name] = repr(value)
+        elif isinstance(value, list | dict | set):
+            marks[name] = len(value)
+    return marks
+
+
+def _saved(tensor: Tensor) -> Tensor:
+    # A copy, also from the CPU: what was saved must not go on with the pass.
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _packed(losses: list[Tensor]) -> Tensor:
+    return torch.cat([loss.reshape(-1) for loss in losses])

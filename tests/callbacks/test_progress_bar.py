@@ -1,0 +1,261 @@
+"""ProgBarLogger: what is written where, how much of it, and that values are read only when they are shown."""
+
+import sys
+
+import pytest
+import torch
+from callback_fakes import FakeModel
+
+from hapi.callbacks import ProgBarLogger, progress
+from hapi.callbacks.base import CallbackList
+from hapi.callbacks.terminal import number
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class Value:
+    """A running value that counts how often it is read."""
+
+    reads = 0
+
+    def __float__(self):
+        Value.reads += 1
+        return 0.5
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(progress.time, "monotonic", clock)
+    Value.reads = 0
+    return clock
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    monkeypatch.setattr(progress, "_has_screen", lambda: True)
+
+
+def run_steps(callbacks, kind, steps, clock, seconds):
+    for step in range(steps):
+        callbacks.call(f"on_{kind}_batch_begin", step)
+        clock.now += seconds
+        if callbacks.wants_batch_logs(kind, step):
+            callbacks.call(f"on_{kind}_batch_end", step, logs={"loss": Value(), "acc": Value()})
+
+
+def run_fit(bar, clock, *, steps=100, known=True, epochs=1, seconds=0.01, eval_steps=0):
+    callbacks = CallbackList([bar], FakeModel(), {"steps": steps if known else None, "last_epoch": epochs})
+    callbacks.call("on_train_begin")
+    for epoch in range(epochs):
+        callbacks.call("on_epoch_begin", epoch)
+        run_steps(callbacks, "train", steps, clock, seconds)
+        logs = {"loss": 0.25, "acc": 0.5, "lr": 0.001}
+        if eval_steps:
+            callbacks.call("on_eval_begin", logs={"steps": eval_steps})
+            run_steps(callbacks, "eval", eval_steps, clock, seconds)
+            callbacks.call("on_eval_end", logs={"loss": 0.75, "acc": 0.125})
+            logs |= {"val_loss": 0.75, "val_acc": 0.125}
+        callbacks.call("on_epoch_end", epoch, logs=logs)
+    callbacks.call("on_train_end", logs=logs)
+    return callbacks
+
+
+# ---------------------------------------------------------------------------------------------------- lines
+
+
+def test_each_epoch_ends_with_one_line_of_all_its_values(clock, capsys):
+    run_fit(ProgBarLogger(), clock, epochs=2, eval_steps=50)
+    out, err = capsys.readouterr()
+    values = "1.5s - loss 0.2500 - acc 0.5000 - lr 0.001 - val_loss 0.7500 - val_acc 0.1250"
+    assert out == f"Epoch 1/2 - {values}\nEpoch 2/2 - {values}\n"
+    assert err == ""
+    assert Value.reads == 0
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("steps", [1000, 5000])
+def test_a_file_gets_few_lines_however_long_an_epoch_takes(clock, capsys, steps, known):
+    run_fit(ProgBarLogger(), clock, steps=steps, known=known, seconds=1.0)
+    lines = capsys.readouterr().out.splitlines()
+    assert 5 <= len(lines) < 20
+    assert lines[-1].startswith("Epoch 1/1 - ")
+    assert Value.reads == 2 * (len(lines) - 1)
+
+
+def test_plain_lines_say_how_far_and_how_fast(clock, capsys):
+    run_fit(ProgBarLogger(), clock, steps=1000, seconds=0.1)
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == "Epoch 1/1 step 100/1000 - loss 0.5000 - acc 0.5000 - 100.0 ms/step"
+
+
+def test_plain_lines_of_one_pass_are_seconds_apart(clock, capsys):
+    run_fit(ProgBarLogger(), clock, steps=1000, seconds=0.02)  # a tenth takes 2 s, a line is due after 5
+    assert [line.split(" - ")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "Epoch 1/1 step 300/1000",
+        "Epoch 1/1 step 600/1000",
+        "Epoch 1/1 step 900/1000",
+        "Epoch 1/1",
+    ]
+
+
+def test_verbose_2_writes_every_log_freq_steps(clock, capsys, screen):
+    run_fit(ProgBarLogger(log_freq=20, verbose=2), clock, steps=50, eval_steps=20)
+    out, err = capsys.readouterr()
+    assert [line.split(" - ")[0] for line in out.splitlines()] == [
+        "Epoch 1/1 step 20/50",
+        "Epoch 1/1 step 40/50",
+        "Epoch 1/1 evaluate step 20/20",
+        "Epoch 1/1",
+    ]
+    assert err == "" and Value.reads == 6
+
+
+def test_verbose_2_of_unknown_length(clock, capsys):
+    run_fit(ProgBarLogger(log_freq=10, verbose=2), clock, steps=45, known=False)
+    starts = [line.split(" - ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert starts == [*(f"Epoch 1/1 step {step}" for step in (10, 20, 30, 40)), "Epoch 1/1"]
+
+
+def test_verbose_0_writes_nothing_and_wants_nothing(clock, capsys):
+    callbacks = run_fit(ProgBarLogger(verbose=0), clock, eval_steps=50)
+    assert capsys.readouterr() == ("", "")
+    assert not any(callbacks.wants_batch_logs("train", step) for step in range(1000))
+    assert Value.reads == 0
+
+
+def test_rank_1_writes_nothing_and_wants_nothing(clock, capsys, monkeypatch, screen):
+    monkeypatch.setattr(progress, "get_rank", lambda: 1)
+    callbacks = run_fit(ProgBarLogger(verbose=2), clock, eval_steps=50)
+    assert capsys.readouterr() == ("", "")
+    assert not any(callbacks.wants_batch_logs("train", step) for step in range(1000))
+
+
+def test_evaluate_and_predict_alone_end_with_their_own_line(clock, capsys):
+    callbacks = CallbackList([ProgBarLogger()], FakeModel(), {"steps": 30})
+    callbacks.call("on_eval_begin")
+    run_steps(callbacks, "eval", 30, clock, 0.5)
+    callbacks.call("on_eval_end", logs={"loss": 0.75, "acc": 0.125})
+    callbacks.call("on_predict_begin")
+    run_steps(callbacks, "predict", 30, clock, 0.1)
+    callbacks.call("on_predict_end")
+    assert capsys.readouterr().out.splitlines() == [
+        "Evaluate step 10/30 - loss 0.5000 - acc 0.5000 - 500.0 ms/step",
+        "Evaluate step 20/30 - loss 0.5000 - acc 0.5000 - 500.0 ms/step",
+        "Evaluate step 30/30 - loss 0.5000 - acc 0.5000 - 500.0 ms/step",
+        "Evaluate - 15.0s - loss 0.7500 - acc 0.1250",
+        "Predict - 3.0s",
+    ]
+
+
+def test_a_line_is_one_string(clock, monkeypatch):
+    written = []
+    monkeypatch.setattr(sys.stdout, "write", written.append)
+    run_fit(ProgBarLogger(verbose=2), clock, steps=20)
+    assert len(written) == 3 and all(text.endswith("\n") and text.count("\n") == 1 for text in written)
+
+
+# ------------------------------------------------------------------------------------------------------ bar
+
+
+def test_a_bar_on_stderr_and_the_epoch_s_line_on_stdout(clock, capsys, screen):
+    run_fit(ProgBarLogger(), clock, steps=95, epochs=2, eval_steps=40)
+    out, err = capsys.readouterr()
+    assert out.count("\n") == 2 and out.startswith("Epoch 1/2 - ")
+    for text in ("Epoch 1/2:", "Epoch 2/2:", "Epoch 2/2 evaluate:", "/95", "/40", "loss 0.5000, acc 0.5000"):
+        assert text in err
+    assert "\n" not in err.strip("\n")  # nothing of the bar stays
+
+
+def test_the_bar_reads_values_at_most_every_tenth_of_a_second(clock, screen, capsys):
+    run_fit(ProgBarLogger(log_freq=1), clock, steps=1000, seconds=0.001)
+    assert 9 <= Value.reads / 2 <= 11
+    Value.reads = 0
+    run_fit(ProgBarLogger(log_freq=10), clock, steps=1000, seconds=1.0)
+    assert Value.reads / 2 == 100
+
+
+def test_a_bar_of_unknown_length(clock, capsys, screen):
+    run_fit(ProgBarLogger(), clock, steps=40, known=False, seconds=1.0)
+    assert "40step" in capsys.readouterr().err
+
+
+def test_bars_start_no_thread(clock, capsys, screen, monkeypatch):
+    import tqdm
+
+    monkeypatch.setattr(tqdm.std, "TMonitor", lambda *args: pytest.fail("a thread was started"))
+    monkeypatch.setattr(tqdm.std.tqdm, "monitor", None)
+    run_fit(ProgBarLogger(), clock, steps=20)
+    assert tqdm.tqdm.monitor_interval > 0  # the user's own bars keep theirs
+
+
+def test_an_exception_takes_the_bar_away(clock, capsys, screen):
+    bar = ProgBarLogger()
+    callbacks = CallbackList([bar], FakeModel(), {"steps": 20, "last_epoch": 1})
+    callbacks.call("on_train_begin")
+    callbacks.call("on_epoch_begin", 0)
+    run_steps(callbacks, "train", 10, clock, 1.0)
+    callbacks.call("on_exception", KeyboardInterrupt())
+    assert bar._pass is None
+    capsys.readouterr()
+    callbacks = CallbackList([bar], FakeModel(), {"steps": 5})
+    callbacks.call("on_eval_begin")
+    callbacks.call("on_eval_end", logs={"loss": 1.0})
+    assert capsys.readouterr().out == "Evaluate - 0.0s - loss 1.0000\n"
+
+
+def test_a_notebook_counts_as_a_screen(monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    assert not progress._has_screen()
+    monkeypatch.setitem(sys.modules, "ipykernel", object())
+    assert progress._has_screen()
+
+
+def test_a_notebook_with_widgets_gets_a_widget(monkeypatch):
+    import tqdm
+    import tqdm.notebook
+
+    assert issubclass(progress._bar_class(), tqdm.std.tqdm)
+    assert not issubclass(progress._bar_class(), tqdm.notebook.tqdm)
+    monkeypatch.setitem(sys.modules, "ipykernel", object())
+    monkeypatch.setattr(progress.importlib.util, "find_spec", lambda name: object())
+    assert issubclass(progress._bar_class(), tqdm.notebook.tqdm)
+
+
+def test_tqdm_is_imported_when_a_bar_is_shown():
+    assert "tqdm" not in vars(progress)
+
+
+# -------------------------------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize("log_freq", [0, -1, 2.5, True])
+def test_a_wrong_log_freq(log_freq):
+    with pytest.raises(ValueError, match="Write log_freq=10"):
+        ProgBarLogger(log_freq=log_freq)
+
+
+@pytest.mark.parametrize("verbose", [3, -1, "bar"])
+def test_a_wrong_verbose(verbose):
+    with pytest.raises(ValueError, match=r"Write 0 \(silent\), 1 \(a bar\) or 2 \(lines\)"):
+        ProgBarLogger(verbose=verbose)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0.0000"), (0.25, "0.2500"), (-1234.5, "-1234.5000"), (1e-4, "1.000e-04"), (1e5, "1.000e+05")],
+)
+def test_numbers(value, text):
+    assert number(value) == text
+    assert number(torch.tensor(0.5).item()) == "0.5000"
+
+
+def test_learning_rates_are_written_short():
+    assert [number(value, "lr") for value in (0.001, 1e-5, 0.123456)] == ["0.001", "1e-05", "0.1235"]
+    assert number(float("nan")) == "nan"
