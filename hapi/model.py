@@ -277,7 +277,7 @@ class Model:
             checkpoint.save(path, self.network, self._engine.training_state(counters))
 
     def load(self, path: str | Path, skip_mismatch: bool = False, reset_optimizer: bool = False) -> None:
-        """Load what `save` wrote, or the weights alone from a state dict of plain torch.
+        """Load what `save` wrote, or the weights alone from a state dict of plain torch. Called on every rank.
 
         Args:
             path: As it was given to `save`.
@@ -289,6 +289,8 @@ class Model:
             FileNotFoundError: There is no such file.
             ValueError: It is damaged, of another network, or the two files are of different saves.
         """
+        # What rank 0 saved before this call is on the disk once it arrives here.
+        group.barrier()
         weights = checkpoint.read_weights(path)
         training = None
         if self.optimizer is not None and not reset_optimizer and weights.identity is not None:

@@ -99,6 +99,8 @@ class Stepper:
         self.exchange = GradientExchange(
             Replica(network, prepared.objective.module, self._compute), prepared.ddp_options
         )
+        # Walking the modules takes longer than clearing the gradients.
+        self._parameters = list(self.exchange.replica.parameters())
         if prepared.scaler is None:
             prepared.scaler = prepared.precision.make_scaler(device)
         if prepared.scaler is not None and prepared.scaler_state:
@@ -108,6 +110,7 @@ class Stepper:
     def begin(self, accumulate: int) -> None:
         """Called before each fit: how losses weigh, and which parameters they reach, is found anew."""
         self._form = None
+        self._parameters = list(self.exchange.replica.parameters())
         self.exchange.accumulates = accumulate > 1
         self.exchange.begin()
 
@@ -157,8 +160,10 @@ class Stepper:
         if self.prepared.scaler is not None:
             objective = self.prepared.scaler.scale(objective)
         # The probe's part stays outside the scaling, so that its gradient is the weight itself.
-        roots = [objective] if carried is None else [objective, carried * carried_factor]
-        torch.autograd.backward(roots)
+        if carried is None:
+            objective.backward()  # type: ignore[no-untyped-call]
+        else:
+            torch.autograd.backward([objective, carried * carried_factor])
 
     def _agree_on_form(self, outcome: Outcome | None, window_total: int | None) -> None:
         """Before the first backward of a fit: whether the loss knows its own weight, and how large that is.
@@ -206,7 +211,7 @@ class Stepper:
 
     def clear(self) -> None:
         """Drop gradients, those of parameters that no optimizer holds included."""
-        for parameter in self.exchange.replica.parameters():
+        for parameter in self._parameters:
             parameter.grad = None
         self._divides = self.window_open = False
 
