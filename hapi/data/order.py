@@ -60,6 +60,8 @@ class GlobalOrder:
         seed: Of the order and of the keys.
         even: Cut short global batches evenly (training); otherwise fill one rank's batch after the other, so that the
             ranks' batches are exactly those of one process (evaluation, prediction).
+        single: Whether an even part may hold one sample where the whole has more; by default only where full parts
+            do.
         purpose: Of the keys: `rng.FETCH` or `rng.EVALUATE`.
     """
 
@@ -74,6 +76,7 @@ class GlobalOrder:
         drop_last: bool,
         seed: int,
         even: bool = True,
+        single: bool | None = None,
         purpose: int = rng.FETCH,
     ) -> None:
         self._length = length
@@ -85,6 +88,7 @@ class GlobalOrder:
         self._seed = seed
         self._purpose = purpose
         self._even = even
+        self._single = global_batch // world_size <= 1 if single is None else single
         self.steps = length // global_batch if drop_last else -(-length // global_batch)
         self.samples = self.steps * global_batch if drop_last else length
 
@@ -110,8 +114,7 @@ class GlobalOrder:
     def _part(self, total: int) -> tuple[int, int]:
         if not self._even:
             return filled_part(total, -(-self._global_batch // self._world_size), self._rank)
-        single = self._global_batch // self._world_size <= 1
-        return even_part(total, self._world_size, self._rank, single)
+        return even_part(total, self._world_size, self._rank, self._single)
 
     def _permutation(self, epoch: int) -> torch.Tensor | None:
         if not self._shuffle:
