@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from hapi import batch as batches
 from hapi.data.order import GlobalOrder
 from hapi.data.sources import BatchSource, labels_of
-from hapi.data.workers import KeyedBatch, KeyedDataset, RefillableSampler, WorkerInit
+from hapi.data.workers import Keyed, KeyedDataset, RefillableSampler, WorkerInit
 
 
 class Piece(NamedTuple):
@@ -115,9 +115,7 @@ class DatasetFeed(Feed):
     def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
         """See `Feed.pieces`."""
         self._sampler.refill(
-            KeyedBatch(share.indices.tolist(), share.key)
-            for share in self._order.shares(epoch, start)
-            if len(share.indices)
+            Keyed(share.indices.tolist(), share.key) for share in self._order.shares(epoch, start) if len(share.indices)
         )
         loaded = iter(self._loader)
         for position, (indices, total, _) in self._order.numbered(epoch, start):

@@ -28,7 +28,7 @@ from hapi.data.streams import (
     set_epoch,
     shards_itself,
 )
-from hapi.data.workers import KeyedBatch, KeyedDataset, KeyedItem, RefillableSampler, WorkerInit
+from hapi.data.workers import Keyed, KeyedDataset, RefillableSampler, WorkerInit
 from hapi.distributed import group
 
 _BATCHES_PER_BROADCAST = 64
@@ -39,7 +39,7 @@ def loader_feed(loader: DataLoader[Any], device: torch.device, seed: int, lockst
     if isinstance(loader.dataset, IterableDataset):
         if shards_itself(loader):
             return SelfShardedFeed(loader, device, lockstep)
-        return IterableFeed(_with_shards(loader), device, lockstep)
+        return IterableFeed(_with_shards(loader, seed), device, lockstep)
     if shards_itself(loader):
         return SelfShardedFeed(loader, device, lockstep)
     if type(loader).__iter__ is not DataLoader.__iter__:
@@ -70,6 +70,9 @@ class SharedLoaderFeed(Feed):
         self._loader = _with_order(loader, self._sampler, self._batched)
         # A collate function of the user's may drop or join samples; only then are sizes agreed on at run time.
         self._sizes_known = self._batched and loader.collate_fn is default_collate
+        # How far a loader with its prefetching workers reads ahead; the same everywhere, since broadcasts follow it.
+        ahead = loader.num_workers * (loader.prefetch_factor or 0) + 2
+        self._depth = int(group.reduce_max([float(ahead)])[0])
         order: Any = loader.batch_sampler if self._batched else loader.sampler
         if isinstance(order, Sized):
             self.steps = -(-len(order) // self._world_size)
@@ -85,18 +88,17 @@ class SharedLoaderFeed(Feed):
     def _planned(self, epoch: int, start: int) -> Iterator[Piece]:
         """The pieces with sizes as the indices tell them."""
         rounds = islice(self._rounds(epoch), start, None)
-        ahead: deque[list[list[int]]] = deque()
+        ahead: deque[list[Any]] = deque()
         waiting: deque[Any] = deque()
-        depth = self._loader.num_workers * (self._loader.prefetch_factor or 0) + 2
         step = start
 
         def take_rounds() -> None:
             # The loader asks for batches ahead of time and at its own moments. Broadcasts happen here alone, at the
             # same steps on every rank.
-            for dealt in islice(rounds, depth - len(ahead)):
+            for dealt in islice(rounds, self._depth - len(ahead)):
                 if self._rank < len(dealt):
                     key = rng.mix(self._seed, rng.FETCH, epoch, step + len(ahead), self._rank)
-                    waiting.append(_keyed(dealt[self._rank], key, self._batched))
+                    waiting.append(Keyed(dealt[self._rank], key))
                 ahead.append(dealt)
 
         take_rounds()
@@ -105,14 +107,14 @@ class SharedLoaderFeed(Feed):
         while ahead:
             dealt = ahead.popleft()
             mine = self._rank < len(dealt)
-            sizes = [len(indices) for indices in dealt]
+            sizes = [len(indices) for indices in dealt] if self._sizes_known else [1] * len(dealt)
             batch = next(loaded) if mine else None
             position = step * self._world_size + self._rank
             step += 1
             take_rounds()
             yield Piece(batch, sizes[self._rank] if mine else 0, sum(sizes), position)
 
-    def _rounds(self, epoch: int) -> Iterator[list[list[int]]]:
+    def _rounds(self, epoch: int) -> Iterator[list[Any]]:
         """The batches of indices of each step, one a rank; fewer in the last."""
         drawn = self._drawn(epoch) if self._rank == 0 else iter(())
         per_broadcast = _BATCHES_PER_BROADCAST * self._world_size
@@ -127,7 +129,7 @@ class SharedLoaderFeed(Feed):
                 return
             number += 1
 
-    def _drawn(self, epoch: int) -> Iterator[list[int]]:
+    def _drawn(self, epoch: int) -> Iterator[Any]:
         """The order as the user's loader would draw it (on rank 0 alone)."""
         set_epoch(self._given, epoch)
         # A pass over a DataLoader draws its workers' base seed first; with a generator that the sampler shares, the
@@ -135,19 +137,17 @@ class SharedLoaderFeed(Feed):
         torch.empty((), dtype=torch.int64).random_(generator=self._given.generator)
         batch_sampler = self._given.batch_sampler
         if batch_sampler is not None:
-            for indices in batch_sampler:
-                yield list(indices)
+            yield from batch_sampler
         else:
-            for index in self._given.sampler:
-                yield [index]
+            yield from self._given.sampler
 
 
 def iterable_loader(
-    dataset: IterableDataset[Any], batch_size: int, num_workers: int, drop_last: bool, pin_memory: bool
+    dataset: IterableDataset[Any], batch_size: int, num_workers: int, drop_last: bool, pin_memory: bool, seed: int
 ) -> DataLoader[Any]:
     """A DataLoader of our own over an iterable data set."""
     return DataLoader(
-        ShardedIterable(dataset, group.get_rank(), group.get_world_size()),
+        ShardedIterable(dataset, group.get_rank(), group.get_world_size(), seed),
         batch_size=batch_size,
         num_workers=num_workers,
         drop_last=drop_last,
@@ -162,7 +162,7 @@ def _copied(loader: DataLoader[Any], **replaced: Any) -> DataLoader[Any]:
     copied = copy.copy(loader)
     # DataLoader's own setter refuses to change these after construction; on a copy of ours it is safe. The live
     # workers of the original, if any, stay its own.
-    copied.__dict__.update(replaced, _iterator=None, generator=None)
+    copied.__dict__.update(replaced, _iterator=None, generator=None, in_order=True)
     if loader.num_workers:
         copied.worker_init_fn = WorkerInit(loader.worker_init_fn)
     return copied
@@ -173,12 +173,8 @@ def _with_order(loader: DataLoader[Any], sampler: RefillableSampler, batched: bo
     return _copied(loader, dataset=KeyedDataset(loader.dataset), **{place: sampler})
 
 
-def _with_shards(loader: DataLoader[Any]) -> DataLoader[Any]:
-    dataset = ShardedIterable(cast(Iterable[Any], loader.dataset), group.get_rank(), group.get_world_size())
+def _with_shards(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
+    dataset = ShardedIterable(cast(Iterable[Any], loader.dataset), group.get_rank(), group.get_world_size(), seed)
     copied = _copied(loader, dataset=dataset)
     copied.collate_fn = PositionedCollate(loader.collate_fn, loader.batch_size is not None)
     return copied
-
-
-def _keyed(indices: list[int], key: int, batched: bool) -> KeyedBatch | KeyedItem:
-    return KeyedBatch(indices, key) if batched else KeyedItem(indices[0], key)

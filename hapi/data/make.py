@@ -85,7 +85,11 @@ def _choose(data: Any, request: Request, device: torch.device) -> Feed:
         )
     if isinstance(data, Iterable) and not isinstance(data, str | bytes | dict):
         _refuse_options(request, "a list of batches", "when the batches are made")
-        return SelfShardedFeed(data, device, request.lockstep) if shards_itself(data) else BatchesFeed(data, device)
+        return (
+            SelfShardedFeed(data, device, request.lockstep)
+            if shards_itself(data)
+            else BatchesFeed(data, device, request.seed)
+        )
     raise TypeError(
         f"{request.name} is of type {type(data).__name__}, which is neither a data set (with __getitem__ and __len__), "
         "nor "
@@ -147,7 +151,9 @@ def _iterable(data: IterableDataset[Any], request: Request, device: torch.device
         )
     world_size = group.get_world_size()
     batch_size = -(-request.global_batch(world_size) // world_size)
-    loader = iterable_loader(data, batch_size, request.num_workers or 0, bool(request.drop_last), device.type == "cuda")
+    loader = iterable_loader(
+        data, batch_size, request.num_workers or 0, bool(request.drop_last), device.type == "cuda", request.seed
+    )
     return IterableFeed(loader, device, request.lockstep)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sized
-from itertools import islice
+from itertools import count, islice
 from typing import Any, cast
 
 import torch
@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
 from hapi import batch as batches
+from hapi import rng
 from hapi.data.feeds import Feed, Piece
 from hapi.distributed import group
 
@@ -28,6 +29,8 @@ def in_step(local: Iterator[Local], lockstep: bool) -> Iterator[Piece]:
         local: This rank's own batches.
         lockstep: Whether the ranks must take the same number of steps (training). Otherwise each goes to its own end.
     """
+    # A batch without samples (all filtered out by a collate function) is no step, and no end either.
+    local = (entry for entry in local if entry[1])
     if not lockstep or group.get_world_size() == 1:
         for batch, size, position in local:
             yield Piece(batch, size, size, position)
@@ -62,9 +65,10 @@ class SelfShardedFeed(Feed):
 class BatchesFeed(Feed):
     """A list (or re-iterable) of ready batches, dealt to the ranks in turn: step s takes batches sW ... sW+W-1."""
 
-    def __init__(self, data: Iterable[Any], device: torch.device) -> None:
+    def __init__(self, data: Iterable[Any], device: torch.device, seed: int) -> None:
         super().__init__(device)
         self._data = data
+        self._seed = seed
         self._world_size = group.get_world_size()
         self._rank = group.get_rank()
         if isinstance(data, Sized):
@@ -75,7 +79,12 @@ class BatchesFeed(Feed):
         set_epoch(self._data, epoch)
         stream = islice(iter(self._data), start * self._world_size, None)
         position = start * self._world_size + self._rank
-        while dealt := list(islice(stream, self._world_size)):
+        while True:
+            # Every rank walks through all of it: an order that is drawn on the way must be the same on all.
+            rng.set_streams(rng.mix(self._seed, rng.ORDER, epoch, position // self._world_size))
+            dealt = list(islice(stream, self._world_size))
+            if not dealt:
+                return
             sizes = [batches.size_of(batch) for batch in dealt]
             mine = self._rank < len(dealt)
             yield Piece(
@@ -111,32 +120,80 @@ class IterableFeed(Feed):
 class ShardedIterable(IterableDataset[Any]):
     """Yields `(position, item)` for this rank's and this worker's share of an iterable data set.
 
-    Whether the data set shards itself is found by watching: it is shown a worker info that counts workers over all
-    ranks, and if it reads that before its first item, it is believed to take its own share and everything passes
-    (with position -1: its order is its own). Otherwise every (ranks x workers)-th item is taken.
+    Whether the data set shards itself is found by watching it until its first item:
+
+    - It asks for its rank: it shards over ranks. It starts again, and is left to share out workers as it likes.
+    - It reads the worker info, which counts workers over all ranks here: it shards over both.
+    - A `worker_init_fn` has set attributes on it: it shards over workers; the ranks take turns.
+    - None of these: every shard walks through all of it, with the same random streams, and takes its turn.
+
+    Items of a data set that shards itself have position -1: their order is its own. What cannot be watched (a rank read
+    from the environment) is said by an attribute `sharded = True`.
     """
 
-    def __init__(self, dataset: Iterable[Any], rank: int, world_size: int) -> None:
-        self.dataset = dataset
-        self._rank = rank
-        self._world_size = world_size
+    dataset: Any
+
+    def __init__(self, dataset: Iterable[Any], rank: int, world_size: int, seed: int) -> None:
+        own = {"dataset": dataset, "_rank": rank, "_world_size": world_size, "_seed": seed}
+        self.__dict__.update(own, _passes=0, _set_up_by_worker=False)
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
+        self.__dict__["_passes"] += 1
+        if declares_shards(self.dataset):
+            return ((-1, item) for item in self.dataset)
+        if self._set_up_by_worker:
+            return self._in_turns(iter(self.dataset), self._rank, self._world_size, ordered=False)
         info = torch_worker.get_worker_info()
-        workers = info.num_workers if info is not None else 1
-        shard = self._rank * workers + (info.id if info is not None else 0)
-        shards = self._world_size * workers
-        if shards == 1 or (_declares_shards(self.dataset) and workers == 1):
-            yield from enumerate(self.dataset) if shards == 1 else ((-1, item) for item in self.dataset)
-            return
-        shown = _WatchedInfo(shard, shards, self.dataset, info)
-        items = _shown_to(self.dataset, shown)
-        first = list(islice(items, 1))
-        if shown.was_read or _declares_shards(self.dataset):
-            yield from ((-1, item) for item in (*first, *items))
-            return
+        workers, worker = (info.num_workers, info.id) if info is not None else (1, 0)
+        shards, shard = self._world_size * workers, self._rank * workers + worker
+        with group.watched_rank() as asked:
+            shown = _WatchedInfo(shard, shards, self.dataset)
+            items = self._watched(shown)
+            first = list(islice(items, 1))
+        if asked.was_read and self._world_size > 1:
+            shards, shard = workers, worker
+            shown = _WatchedInfo(shard, shards, self.dataset)
+            items = self._watched(shown)
+            first = list(islice(items, 1))
         whole = (item for part in (first, items) for item in part)
-        yield from ((n, item) for n, item in enumerate(whole) if n % shards == shard)
+        if shown.was_read and shards > 1:
+            return ((-1, item) for item in whole)
+        return self._in_turns(whole, shard, shards, ordered=not asked.was_read or self._world_size == 1)
+
+    def _in_turns(self, items: Iterator[Any], shard: int, shards: int, ordered: bool) -> Iterator[tuple[int, Any]]:
+        return ((n if ordered else -1, item) for n, item in enumerate(items) if n % shards == shard)
+
+    def _watched(self, shown: _WatchedInfo) -> Iterator[Any]:
+        """The items, with the watched info in the place of torch's, and common random streams, while they are made."""
+        real: Any = torch_worker._worker_info
+        items: Iterator[Any] | None = None
+        ended = object()
+        for number in count():
+            if not shown.was_read:
+                rng.set_streams(rng.mix(self._seed, rng.ORDER, self._passes, number))
+            torch_worker._worker_info = cast(Any, shown)
+            try:
+                items = iter(self.dataset) if items is None else items
+                item = next(items, ended)
+            finally:
+                torch_worker._worker_info = real
+            if item is ended:
+                return
+            yield item
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Called by a user's worker_init_fn, on `get_worker_info().dataset`: torch's documented way to share out.
+        setattr(self.dataset, name, value)
+        if torch_worker.get_worker_info() is not None:
+            self.__dict__["_set_up_by_worker"] = True
+
+    def __reduce__(self) -> Any:
+        return ShardedIterable, (self.dataset, self._rank, self._world_size, self._seed)
 
 
 class PositionedCollate:
@@ -156,11 +213,11 @@ class PositionedCollate:
 class _WatchedInfo:
     """Stands in for torch's worker info and notes whether it was read."""
 
-    def __init__(self, shard: int, shards: int, dataset: Any, real: Any) -> None:
+    def __init__(self, shard: int, shards: int, dataset: Any) -> None:
         self._shard = shard
         self._shards = shards
         self.dataset = dataset
-        self.seed = real.seed if real is not None else 0
+        self.seed = torch.initial_seed()
         self.was_read = False
 
     @property
@@ -203,33 +260,17 @@ def shards_itself(loader: Any) -> bool:
         getattr(batch_sampler, "sampler", None),
         getattr(loader, "dataset", None),
     )
-    return any(_declares_shards(part) for part in parts)
+    return any(declares_shards(part) for part in parts)
 
 
-def _declares_shards(part: Any) -> bool:
+def declares_shards(part: Any) -> bool:
+    """Whether an object says that it gives each rank its own part."""
     if part is None:
         return False
     declared = getattr(part, "sharded", None)
     if isinstance(declared, bool):
         return declared
     return hasattr(part, "num_replicas") and hasattr(part, "rank")
-
-
-def _shown_to(dataset: Iterable[Any], shown: _WatchedInfo) -> Iterator[Any]:
-    """The data set's items, with the watched info in the place of torch's while the data set's own code runs."""
-    real: Any = torch_worker._worker_info
-    items: Iterator[Any] | None = None
-    ended = object()
-    while True:
-        torch_worker._worker_info = cast(Any, shown)
-        try:
-            items = iter(dataset) if items is None else items
-            item = next(items, ended)
-        finally:
-            torch_worker._worker_info = real
-        if item is ended:
-            return
-        yield item
 
 
 def _is_iterable_loader(loader: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset
@@ -12,31 +12,11 @@ from torch.utils.data import Dataset
 from hapi import rng
 
 
-class KeyedBatch(list[int]):
-    """The indices of a batch, with the key from which its random streams start."""
+class Keyed(NamedTuple):
+    """What a sampler yields, an index or a batch of them, with the key from which its random streams start."""
 
-    def __init__(self, indices: list[int], key: int) -> None:
-        super().__init__(indices)
-        self.key = key
-
-    def __reduce__(self) -> tuple[type[KeyedBatch], tuple[list[int], int]]:
-        # Lists are pickled without attributes of a subclass; the key has to reach the worker.
-        return KeyedBatch, (list(self), self.key)
-
-
-class KeyedItem(int):
-    """One index with a key, for loaders without automatic batching (`batch_size=None`)."""
-
+    index: Any
     key: int
-
-    def __new__(cls, index: int, key: int) -> KeyedItem:
-        """An int with a key."""
-        item = super().__new__(cls, index)
-        item.key = key
-        return item
-
-    def __reduce__(self) -> tuple[type[KeyedItem], tuple[int, int]]:
-        return KeyedItem, (int(self), self.key)
 
 
 class KeyedDataset(Dataset[Any]):
@@ -44,31 +24,45 @@ class KeyedDataset(Dataset[Any]):
 
     An augmentation then depends on seed, epoch, step and rank alone: not on how many workers there are, nor on what
     was fetched before. torch's fetcher runs `collate_fn` right after, so that is covered too.
+
+    Attributes are read from and written to the user's data set: a `worker_init_fn` finds and changes them on
+    `get_worker_info().dataset`.
     """
 
+    dataset: Any
+
     def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+        object.__setattr__(self, "dataset", dataset)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, KeyedItem):
-            rng.set_streams(index.key)
-        return self.dataset[int(index) if isinstance(index, KeyedItem) else index]
+    def __getitem__(self, keyed: Any) -> Any:
+        return self.dataset[_unlocked(keyed)]
 
-    def __getitems__(self, indices: list[int]) -> Any:
-        if isinstance(indices, KeyedBatch):
-            rng.set_streams(indices.key)
-            indices = list(indices)
+    def __getitems__(self, keyed: Any) -> Any:
+        indices = _unlocked(keyed)
         fetch = getattr(self.dataset, "__getitems__", None)
         return fetch(indices) if fetch is not None else [self.dataset[index] for index in indices]
 
     def __getattr__(self, name: str) -> Any:
-        # A user's worker_init_fn reads attributes of `get_worker_info().dataset`.
         if name == "dataset":
             raise AttributeError(name)
         return getattr(self.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.dataset, name, value)
+
+    def __reduce__(self) -> tuple[type[KeyedDataset], tuple[Any]]:
+        return KeyedDataset, (self.dataset,)
+
+
+def _unlocked(keyed: Any) -> Any:
+    """The index itself, once the random streams are set from its key."""
+    if not isinstance(keyed, Keyed):
+        return keyed
+    rng.set_streams(keyed.key)
+    return keyed.index
 
 
 class RefillableSampler:

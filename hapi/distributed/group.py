@@ -9,7 +9,8 @@ from __future__ import annotations
 import atexit
 import datetime
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -71,8 +72,46 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+class RankReads:
+    """Whether anybody has asked for the rank or the world size."""
+
+    was_read = False
+
+
+_reads = RankReads()
+
+
+@contextmanager
+def watched_rank() -> Iterator[RankReads]:
+    """Watch whether the code within asks for its rank, from here or from torch.distributed.
+
+    A data set that does is taken to share itself out.
+    """
+    global _reads
+    reads = RankReads()
+    originals = {name: getattr(dist, name) for name in ("get_rank", "get_world_size")}
+
+    def watched(name: str) -> Callable[..., Any]:
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            reads.was_read = True
+            return originals[name](*args, **kwargs)
+
+        return ask
+
+    outer, _reads = _reads, reads
+    for name in originals:
+        setattr(dist, name, watched(name))
+    try:
+        yield reads
+    finally:
+        _reads = outer
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
 def get_rank() -> int:
     """This process's number among all processes, from 0."""
+    _reads.was_read = True
     if is_initialized():
         return dist.get_rank()
     launch = detect()
@@ -81,6 +120,7 @@ def get_rank() -> int:
 
 def get_world_size() -> int:
     """How many processes there are."""
+    _reads.was_read = True
     if is_initialized():
         return dist.get_world_size()
     launch = detect()
