@@ -14,8 +14,9 @@ from hapi.batch import map_tensors
 from hapi.data.feeds import DatasetFeed, Feed, SourceFeed
 from hapi.data.loaders import iterable_loader, loader_feed
 from hapi.data.order import GlobalOrder
+from hapi.data.sameness import same_on_all_ranks
 from hapi.data.sources import as_batch_source, is_columns
-from hapi.data.streams import BatchesFeed, IterableFeed, SelfShardedFeed, shards_itself
+from hapi.data.streams import BatchesFeed, IterableFeed, SelfShardedFeed, declares_shards, shards_itself
 from hapi.distributed import group
 
 DEFAULT_BATCH_SIZE = 32
@@ -58,6 +59,8 @@ def make_feed(data: Any, request: Request, device: torch.device) -> Feed:
         TypeError: The data is of no kind that can be trained on, or cannot be iterated twice.
         ValueError: It is empty, or options were given that contradict it.
     """
+    if _can_be_compared(data):
+        data = same_on_all_ranks(data, request.name)
     feed = _choose(data, request, device)
     if feed.steps == 0 or feed.samples == 0:
         raise _empty(data, request, feed)
@@ -95,6 +98,12 @@ def _choose(data: Any, request: Request, device: torch.device) -> Feed:
         "nor "
         "iterable, nor tensors. Pass a Dataset, a DataLoader, tensors such as (x, y), or a list of batches."
     )
+
+
+def _can_be_compared(data: Any) -> bool:
+    if isinstance(data, DataLoader):
+        return not isinstance(data.dataset, IterableDataset) and not shards_itself(data)
+    return (is_columns(data) or _is_map_style(data)) and not declares_shards(data)
 
 
 def _is_map_style(data: Any) -> bool:

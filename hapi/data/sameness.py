@@ -1,0 +1,105 @@
+"""Ranks that hold different data sets, found before the first step: repaired where that is safe, else refused."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+from hapi.batch import is_array
+from hapi.distributed import group
+
+
+def same_on_all_ranks(data: Any, name: str) -> Any:
+    """The data, the same on every rank. Called on every rank.
+
+    Compared are lengths, the indices of `Subset`s, and shape, dtype and checksum of tensors in memory. `Subset`s that
+    differ (a `random_split` that was not seeded) become those of rank 0, with a warning.
+
+    Args:
+        data: A map-style data set, columns, or a DataLoader over a data set.
+        name: The argument's name, for messages.
+
+    Returns:
+        The data itself, or a copy with rank 0's indices.
+
+    Raises:
+        ValueError: The ranks hold different data.
+    """
+    if group.get_world_size() == 1:
+        return data
+    dataset = data.dataset if isinstance(data, DataLoader) else data
+    ours = _described(dataset)
+    theirs = group.gather_objects(ours)
+    if all(other == theirs[0] for other in theirs):
+        return data
+    if all(_without_indices(other) == _without_indices(theirs[0]) for other in theirs):
+        warnings.warn(
+            f"{name}: the processes hold different Subsets of one data set (a random_split without a common seed). "
+            "All of them take process 0's from here on.",
+            stacklevel=2,
+        )
+        repaired = _with_indices(dataset, group.broadcast_object(_indices(dataset)))
+        return _over(data, repaired) if isinstance(data, DataLoader) else repaired
+    first, other = next((theirs[0], other) for other in theirs if other != theirs[0])
+    raise ValueError(
+        f"{name} differs between the processes: process 0 has {_shown(first)}, another has {_shown(other)}. Each step "
+        "takes its samples from one order, so all processes need the same data in the same order. Seed what makes or "
+        "shuffles it (hapi.seed(0) before), or give each its own part and set `sharded = True` on the data set."
+    )
+
+
+def _described(data: Any) -> list[Any]:
+    """A level for each Subset around the data, then the data itself."""
+    if type(data) is Subset:
+        indices = torch.as_tensor(data.indices, dtype=torch.int64)
+        return [("Subset", len(indices), _checksum(indices)), *_described(data.dataset)]
+    columns = _columns(data)
+    length = len(columns[0]) if columns else len(data)
+    return [(type(data).__name__, length, [(tuple(c.shape), str(c.dtype), _checksum(c)) for c in columns])]
+
+
+def _columns(data: Any) -> list[torch.Tensor]:
+    if isinstance(data, torch.Tensor) or is_array(data):
+        data = (data,)
+    parts = data.tensors if type(data) is TensorDataset else data.values() if isinstance(data, Mapping) else data
+    return [torch.as_tensor(part) for part in parts] if isinstance(parts, tuple) or isinstance(data, Mapping) else []
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    raw = tensor.detach().cpu().contiguous().reshape(-1)
+    content: Any = raw.view(torch.uint8).numpy() if raw.numel() else b""
+    return zlib.crc32(content)
+
+
+def _without_indices(levels: list[Any]) -> list[Any]:
+    return [level[:2] if level[0] == "Subset" else level for level in levels]
+
+
+def _indices(data: Any) -> list[list[int]]:
+    return [list(data.indices), *_indices(data.dataset)] if type(data) is Subset else []
+
+
+def _with_indices(data: Any, indices: list[list[int]]) -> Any:
+    return Subset(_with_indices(data.dataset, indices[1:]), indices[0]) if indices else data
+
+
+def _over(loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
+    copied = copy.copy(loader)
+    copied.__dict__.update(dataset=dataset, _iterator=None)
+    return copied
+
+
+def _shown(levels: list[Any]) -> str:
+    return " of ".join(f"a {kind} of {length} samples" + _shapes(rest) for kind, length, rest in levels)
+
+
+def _shapes(rest: Any) -> str:
+    if isinstance(rest, int) or not rest:
+        return ""
+    return " (" + ", ".join(f"{dtype} {shape}, checksum {crc:08x}" for shape, dtype, crc in rest) + ")"
