@@ -38,7 +38,9 @@ def start() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = os.environ.get("HAPI_TIMEOUT")
-    os.environ.setdefault("MASTER_ADDR", launch.address)
+    if launch.address is not None and launch.port is not None:
+        os.environ.setdefault("MASTER_ADDR", launch.address)
+        os.environ.setdefault("MASTER_PORT", str(launch.port))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         rank=launch.rank,
