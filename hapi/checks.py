@@ -11,6 +11,7 @@ from torch import nn
 
 # Losses that compare outputs and labels element by element, and would broadcast unequal shapes without a word.
 _ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
+_OF_PROBABILITIES = (nn.BCELoss, nn.BCEWithLogitsLoss)
 
 
 def positive_int(name: str, value: Any, example: int) -> int:
@@ -41,10 +42,9 @@ def optimizer_parameters(optimizer: torch.optim.Optimizer, network: nn.Module, c
     strangers = [tuple(p.shape) for p in held if id(p) not in known]
     if strangers:
         raise ValueError(
-            f"The optimizer holds {len(strangers)} of {len(held)} parameters (first shape: {strangers[0]}) that are "
-            "not of the "
-            "network given to Model, so training would not move the network. Make the optimizer from this network: "
-            "torch.optim.Adam(model.parameters(), lr=1e-3)."
+            f"The optimizer holds {len(held)} parameters, of which {len(strangers)} (first shape: {strangers[0]}) are "
+            "not of the network given to Model, so that training would not move the network. Make the optimizer from "
+            "this network: torch.optim.Adam(model.parameters(), lr=1e-3)."
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -76,8 +76,14 @@ def class_labels(labels: Any, outputs: Any) -> None:
     Raises:
         ValueError: Their dtype, shape or range does not fit cross-entropy.
     """
-    if not isinstance(labels, torch.Tensor) or not isinstance(outputs, torch.Tensor) or outputs.dim() < 1:
+    if not isinstance(labels, torch.Tensor) or not isinstance(outputs, torch.Tensor):
         return
+    if outputs.dim() < 2:
+        raise ValueError(
+            f"Cross-entropy received outputs of shape {tuple(outputs.shape)}, which have no batch dimension beside "
+            "that of the classes. Pass batches: a list is taken as batches, so give a list of samples as "
+            "DataLoader(samples, batch_size=32), and columns as a tuple (x, y)."
+        )
     shown = f"labels of dtype {str(labels.dtype).removeprefix('torch.')} and shape {tuple(labels.shape)}"
     against = f"outputs of shape {tuple(outputs.shape)}"
     if labels.is_floating_point():
@@ -91,7 +97,7 @@ def class_labels(labels: Any, outputs: Any) -> None:
         raise ValueError(
             f"Cross-entropy received {shown}: torch takes class numbers as int64 only. Write labels.long()."
         )
-    expected = (outputs.shape[0], *outputs.shape[2:]) if outputs.dim() > 1 else ()
+    expected = (outputs.shape[0], *outputs.shape[2:])
     if tuple(labels.shape) != expected:
         a_column = labels.dim() == 2 and labels.shape[1] == 1
         cure = "Write labels.squeeze(1)." if a_column else "Check the network's last layer and the labels."
@@ -108,53 +114,80 @@ def label_range(lowest: int, highest: int, classes: int, ignored: int | None) ->
         ValueError: Some are not.
     """
     if (lowest < 0 and lowest != ignored) or highest >= classes:
+        cure = (
+            f"Give the last layer {highest + 1} outputs, or number the classes from 0."
+            if highest >= classes
+            else f"Number the classes from 0, or leave such samples out by CrossEntropyLoss(ignore_index={lowest})."
+        )
         raise ValueError(
             f"Labels from {lowest} to {highest} arrived for {classes} outputs: class numbers run from 0 to "
-            f"{classes - 1}. Give the last layer {highest + 1} outputs, or number the classes from 0."
+            f"{classes - 1}. {cure}"
         )
 
 
 def same_shape(loss: Any, outputs: Any, labels: Any) -> None:
-    """Outputs and labels of a loss that compares elements.
+    """Outputs and labels of a loss that compares elements. Reads the labels' values where they are probabilities.
 
     Raises:
-        ValueError: Their shapes differ, and torch would broadcast them into a wrong number.
+        ValueError: Their shapes differ, and torch would broadcast them into a wrong number; or probabilities are none.
     """
     both_tensors = isinstance(labels, torch.Tensor) and isinstance(outputs, torch.Tensor)
-    if not isinstance(loss, _ELEMENTWISE) or not both_tensors or outputs.shape == labels.shape:
+    if not isinstance(loss, _ELEMENTWISE) or not both_tensors:
         return
-    raise ValueError(
-        f"{type(loss).__name__} received outputs of shape {tuple(outputs.shape)} and labels of shape "
-        f"{tuple(labels.shape)}: torch would stretch the smaller one and give a wrong number. "
-        "Bring them to one shape, such as labels.unsqueeze(1) or outputs.squeeze(1)."
-    )
+    name = type(loss).__name__
+    if outputs.shape != labels.shape:
+        raise ValueError(
+            f"{name} received outputs of shape {tuple(outputs.shape)} and labels of shape {tuple(labels.shape)}: "
+            "torch would stretch the smaller one and give a wrong number. "
+            "Bring them to one shape, such as labels.unsqueeze(1) or outputs.squeeze(1)."
+        )
+    if not isinstance(loss, _OF_PROBABILITIES):
+        return
+    if not labels.is_floating_point():
+        raise ValueError(
+            f"{name} received labels of dtype {labels.dtype}, but they are probabilities of class 1 to it. "
+            "Write labels.float(); for class numbers of several classes, use CrossEntropyLoss."
+        )
+    if bool(((labels < 0) | (labels > 1)).any()):
+        raise ValueError(
+            f"{name} received labels from {float(labels.min()):g} to {float(labels.max()):g}, but they are "
+            "probabilities of class 1 to it, from 0 to 1. Recode the two classes as 0 and 1; for class numbers of "
+            "several classes, use CrossEntropyLoss."
+        )
 
 
 def explained(compute: Callable[[], Any], outputs: Any, labels: Any, classifies: bool) -> Any:
     """Compute a loss; where torch refuses, look for the cause in the labels and say it.
 
     Raises:
-        ValueError: The labels do not fit the loss.
+        ValueError: The labels do not fit the loss, or there are none.
     """
     try:
         return compute()
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
-        if classifies:
-            try:
-                class_labels(labels, outputs)
-                if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
-                    _labels_within(labels, outputs)
-            except ValueError as cause:
-                raise cause from error
+        cause = _label_fault(error, outputs, labels, classifies)
+        if cause is not None:
+            raise cause from error
         raise
+
+
+def _label_fault(error: Exception, outputs: Any, labels: Any, classifies: bool) -> ValueError | None:
+    if labels is None and isinstance(error, TypeError) and (classifies or "missing" in str(error)):
+        return ValueError(
+            "The loss received no labels: all of the batch went into the network. Give labels as well, by a data set "
+            "that yields (x, y) or a tuple of tensors, fit((x, y)); a list, fit([x, y]), is taken as batches."
+        )
+    if classifies:
+        try:
+            class_labels(labels, outputs)
+            if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
+                _labels_within(labels, outputs)
+        except ValueError as fault:
+            return fault
+    return None
 
 
 def _labels_within(labels: torch.Tensor, outputs: torch.Tensor) -> None:
     counted = labels[labels != -100]
     if counted.numel():
-        label_range(
-            int(counted.min()),
-            int(counted.max()),
-            outputs.shape[1] if outputs.dim() > 1 else len(outputs),
-            None,
-        )
+        label_range(int(counted.min()), int(counted.max()), outputs.shape[1], None)

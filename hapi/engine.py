@@ -50,8 +50,6 @@ class Engine:
         device = setup.start(self.network, self.prepared)
         if self._stepper is None or self._stepper.device != device:
             self._stepper = Stepper(self.network, self.prepared, *self._steps, device)
-        self._first_batch_seen = False
-        self._label_span = None
         return self._stepper
 
     def split(self, batch: Any) -> tuple[Inputs, Any]:
@@ -92,11 +90,12 @@ class Engine:
     def look_at_labels(self, feeds: Iterable[Feed | None]) -> None:
         """Before a call: see in labels that lie in memory whether any is ignored, and how far they range."""
         objective = self.prepared.objective
-        if not objective.classifies:
-            return
         ignored = objective.ignored_label
+        if ignored is None:
+            return
         columns = [feed.labels() if self.splitter.is_default else None for feed in feeds if feed is not None]
-        objective.counts = ignored is None or any(c is None or bool((c == ignored).any()) for c in columns)
+        holes = any(column is None or bool((column == ignored).any()) for column in columns)
+        objective.counts = objective.weighs_classes or holes
         counted = [column[column != ignored] for column in columns if column is not None]
         spans = [(int(column.min()), int(column.max())) for column in counted if column.numel()]
         if spans:
@@ -104,7 +103,12 @@ class Engine:
 
     @contextmanager
     def in_call(self, callbacks: CallbackList) -> Iterator[None]:
-        """A call of fit, evaluate or predict: its callbacks are told of an exception that ends it."""
+        """A call of fit, evaluate or predict, maybe within another: its callbacks are told of an exception.
+
+        What was found out about the labels holds for this call's data alone.
+        """
+        outer = self._first_batch_seen, self._label_span, self.prepared.objective.counts
+        self._first_batch_seen, self._label_span = False, None
         self.running.append(callbacks)
         try:
             yield
@@ -113,6 +117,7 @@ class Engine:
             raise
         finally:
             self.running.pop()
+            self._first_batch_seen, self._label_span, self.prepared.objective.counts = outer
 
     def training_state(self, counters: dict[str, int]) -> dict[str, Any]:
         """What goes into `path.opt.pt`: one entry for each of `checkpoint.TRAINING_STATES`."""

@@ -59,10 +59,13 @@ class Objective:
 
     @property
     def ignored_label(self) -> int | None:
-        """The label that the loss leaves out, where nothing else makes samples weigh differently; else None."""
-        if self._summed is None or self._summed.weight is not None:
-            return None
-        return int(self._summed.ignore_index)
+        """The label that a classifying loss leaves out."""
+        return None if self._summed is None else int(self._summed.ignore_index)
+
+    @property
+    def weighs_classes(self) -> bool:
+        """Whether samples of different classes weigh differently."""
+        return self._summed is not None and self._summed.weight is not None
 
     @property
     def classifies(self) -> bool:
@@ -98,9 +101,18 @@ def as_loss(value: Any) -> Loss:
             dtype = torch.promote_types(total.dtype, torch.float32)
             if count.numel() == 1:
                 return Loss(total.reshape(()), count.detach().reshape(()).to(dtype))
-    shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:80]
-    raise ValueError(
-        f"The loss gave {shape}, which is not one number to minimize. Let it return the mean over the samples "
+    raise _not_one_number(value)
+
+
+def _not_one_number(value: Any) -> ValueError:
+    if value is None or isinstance(value, int | float):
+        return ValueError(
+            f"The loss gave {value!r}, of type {type(value).__name__}, which holds no gradient to train with. "
+            "Let it return the tensor that it computed: a return statement, without .item() or float()."
+        )
+    shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r:.80}"
+    return ValueError(
+        f"The loss gave {shown}, which is not one number to minimize. Let it return the mean over the samples "
         '(reduction="mean", or .mean()), or a pair (sum, count) if samples weigh differently.'
     )
 
@@ -115,9 +127,8 @@ class _Sum:
         count = len(self._losses)
         if len(values) != 2 * count:
             raise ValueError(
-                f"{count} losses were given for {len(values)} outputs and labels together; each loss takes one output "
-                "and "
-                "one label. Give one loss for each output, or one callable loss(*outputs, *labels)."
+                f"{count} losses were given for {len(values)} outputs and labels together, but each takes one output "
+                "and one label. Give one loss for each output, or one callable loss(*outputs, *labels)."
             )
         parts = [loss(values[i], values[count + i]) for i, loss in enumerate(self._losses)]
         return torch.stack([as_loss(part).value for part in parts]).sum()
@@ -151,7 +162,8 @@ def _weight(loss: Any, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Ten
 
 
 def _spread(outputs: Any) -> tuple[Any, ...]:
-    return as_arguments(outputs) if isinstance(outputs, tuple | list) else (outputs,)
+    # Unlike missing labels, an output None is an argument.
+    return (None,) if outputs is None else as_arguments(outputs)
 
 
 def holds_loss(outputs: Any) -> bool:

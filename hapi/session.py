@@ -50,8 +50,9 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
     stepper = engine.ready()
     _refuse_unwritable(options.save_dir)
     seed = group.broadcast_object(rng.draw_seed() if options.seed is None else options.seed)
-    train = make_feed(train_data, _train_request(options, seed), stepper.device)
-    evaluation = None if eval_data is None else make_feed(eval_data, _eval_request(options), stepper.device)
+    train_request, eval_request = _requests(options, seed, train_data, eval_data)
+    train = make_feed(train_data, train_request, stepper.device)
+    evaluation = None if eval_data is None else make_feed(eval_data, eval_request, stepper.device)
     params = _fit_params(model, options, train, evaluation)
     chosen = default_callbacks(
         callbacks, verbose=options.verbose, log_freq=options.log_freq, save_dir=options.save_dir,
@@ -62,12 +63,12 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
         train, evaluation, model.epochs_trained, model.epochs_trained + options.epochs, options.eval_freq,
         options.accumulate_grad_batches, options.num_iters, options.nan_policy,
     )  # fmt: skip
-    model._engine.look_at_labels([train, evaluation])
     model.stop_training = False
     stepper.sync(parameters=True)
     report.announce(stepper, train, options)
     engine.seed = seed
     with engine.in_call(run.callbacks), rng.isolated(stepper.device), modes.training(model.network):
+        engine.look_at_labels([train, evaluation])
         loop.fit(run, plan)
     # Files that rank 0 wrote are there for every rank once fit has returned.
     group.barrier()
@@ -127,20 +128,20 @@ def _refuse_unwritable(save_dir: str | Path | None) -> None:
         )
 
 
-def _train_request(options: FitOptions, seed: int) -> Request:
-    return Request(
-        "train_data", options.train_batch, options.global_batch_size, options.shuffle, options.drop_last,
-        options.num_workers, seed,
-    )  # fmt: skip
-
-
-def _eval_request(options: FitOptions) -> Request:
-    return Request(
-        "eval_data",
-        options.eval_batch,
-        options.global_batch_size,
-        num_workers=options.num_workers,
-        lockstep=False,
+def _requests(options: FitOptions, seed: int, train_data: Any, eval_data: Any) -> tuple[Request, Request]:
+    """How to read the two data sets. An option that only one of them can follow is meant for that one."""
+    train_decides = decides_batches(train_data)
+    eval_decides = eval_data is None or decides_batches(eval_data)
+    common = {"global_batch_size": options.global_batch_size, "num_workers": options.num_workers}
+    for_train: dict[str, Any] = {"batch_size": options.train_batch, **common}
+    for_eval: dict[str, Any] = {"batch_size": options.eval_batch, **common}
+    if train_decides and not eval_decides:
+        for_train = {}
+    if eval_decides:
+        for_eval = {}
+    return (
+        Request("train_data", **for_train, shuffle=options.shuffle, drop_last=options.drop_last, seed=seed),
+        Request("eval_data", **for_eval, lockstep=False),
     )
 
 

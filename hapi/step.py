@@ -2,9 +2,8 @@
 
 Scaling, in one place. A window is the batches of one optimizer step. The gradient must be that of the mean over its
 samples on all ranks, while DDP averages over ranks. Where the window's total is known beforehand, a batch's mean loss
-is
-multiplied by `size * W / total`. Where it is not (the loss knows its own weight), sums are accumulated, their weights
-travel as the gradient of `Replica.probe`, and gradients are divided by it at the end.
+is multiplied by `size * W / total`. Where it is not (the loss knows its own weight), sums are accumulated, their
+weights travel as the gradient of `Replica.probe`, and gradients are divided by it at the end.
 """
 
 from __future__ import annotations

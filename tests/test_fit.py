@@ -415,3 +415,61 @@ def test_compile_gives_the_eager_numbers_and_keeps_names():
     torch.testing.assert_close(weights(compiled), weights(eager), rtol=1e-5, atol=1e-6)
     assert list(compiled.state_dict()) == list(eager.state_dict())
     assert model.evaluate((x, y), verbose=0)["acc"] == prepared(eager).evaluate((x, y), verbose=0)["acc"]
+
+
+def test_evaluate_inside_a_callback_leaves_the_training_as_it_was():
+    # Ignored labels make the loss of the inner evaluation weigh otherwise than that of the training around it.
+    x, y = make_data()
+    odd = torch.where(torch.arange(50) % 3 == 0, torch.full_like(y, -100), y)
+
+    class Evaluate(Callback):
+        def on_train_batch_end(self, step, logs=None):
+            if step == 1:
+                self.model.evaluate((x, odd), verbose=0)
+                self.model.predict(x, verbose=0)
+
+    plain, nested = make_net(dropout=0.5), make_net(dropout=0.5)
+    prepared(plain).fit((x, y), batch_size=8, epochs=2, verbose=0, seed=0)
+    history = prepared(nested).fit((x, y), batch_size=8, epochs=2, verbose=0, seed=0, callbacks=Evaluate())
+    assert torch.equal(weights(plain), weights(nested)) and len(history.history["acc"]) == 2
+
+
+def test_batch_size_is_meant_for_the_data_that_can_follow_it():
+    x, y = make_data()
+    loader = DataLoader(TensorDataset(x, y), batch_size=10)
+    model = prepared(make_net())
+    model.fit((x, y), loader, batch_size=25, verbose=0)
+    assert model.steps_trained == 2
+    model.fit(loader, (x, y), batch_size=25, verbose=0)
+    assert model.steps_trained == 7
+    with pytest.raises(ValueError, match="to the DataLoader"):
+        model.fit(loader, loader, batch_size=25, verbose=0)
+
+
+def test_ignored_and_weighted_labels_accumulate_as_one_large_batch():
+    x, y = make_data(n=40)
+    y = torch.where(torch.arange(40) % 7 < 3, torch.full_like(y, -100), y)
+    y[:5] = -100  # a whole batch in which nothing counts
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.2]), label_smoothing=0.1)
+
+    def trained(**options):
+        net = make_net()
+        model = hapi.Model(net).prepare(torch.optim.SGD(net.parameters(), lr=0.5), loss)
+        history = model.fit((x, y), shuffle=False, verbose=0, **options)
+        return weights(net), history.history["loss"][0]
+
+    small, _ = trained(batch_size=5, accumulate_grad_batches=4)
+    large, loss_large = trained(batch_size=20)
+    torch.testing.assert_close(small, large, rtol=1e-5, atol=1e-6)
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    losses = []
+    for part in (slice(0, 20), slice(20, 40)):
+        counted = y[part][y[part] >= 0]
+        losses.append((loss(net(x[part]), y[part]), loss.weight[counted].sum()))
+        losses[-1][0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(weights(net), large, rtol=1e-5, atol=1e-6)
+    total = sum(value.item() * weight.item() for value, weight in losses)
+    assert loss_large == pytest.approx(total / sum(weight.item() for _, weight in losses), rel=1e-5)
