@@ -234,9 +234,8 @@ def default_callbacks(
     for callback in given:
         if isinstance(callback, ModelCheckpoint) and callback.save_dir is None and save_dir is None:
             raise ValueError(
-                "ModelCheckpoint was passed without a save_dir, and fit has none: there is nowhere to save "
-                "to. "
-                'Write fit(..., save_dir="checkpoints") or ModelCheckpoint(save_dir="checkpoints").'
+                "ModelCheckpoint was passed without a save_dir, and fit has none: there is nowhere to save to. Write "
+                'fit(..., save_dir="checkpoints") or ModelCheckpoint(save_dir="checkpoints").'
             )
     kinds = {cls for cls in (History, ProgBarLogger, ModelCheckpoint) if any(isinstance(cb, cls) for cb in given)}
     added: list[Callback] = []
@@ -271,8 +270,8 @@ def _check(callback: Any) -> None:
         )
     if not isinstance(callback, Callback):
         raise TypeError(
-            f"callbacks holds an object of type {type(callback).__name__}, which has not the hooks that are "
-            "called. Derive its class from hapi.callbacks.Callback and override the hooks that it needs."
+            f"callbacks holds an object of type {type(callback).__name__}, which has not the hooks that are called. "
+            "Derive its class from hapi.callbacks.Callback and override the hooks that it needs."
         )
     freq = callback.batch_freq
     if isinstance(freq, bool) or not isinstance(freq, int) or freq < 1:

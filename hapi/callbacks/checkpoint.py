@@ -49,8 +49,8 @@ class ModelCheckpoint(Callback):
         """Start anew."""
         if self.save_dir is None and self.params.get("save_dir") is None:
             raise ValueError(
-                "ModelCheckpoint has no save_dir, and neither has fit: there is nowhere to save to. "
-                'Write fit(..., save_dir="checkpoints") or ModelCheckpoint(save_dir="checkpoints").'
+                "ModelCheckpoint has no save_dir, and neither has fit: there is nowhere to save to. Write fit(..., "
+                'save_dir="checkpoints") or ModelCheckpoint(save_dir="checkpoints").'
             )
         self._unsaved = None
         if self._watch is not None:

@@ -26,8 +26,8 @@ class LRScheduler(Callback):
     def __init__(self, by_step: bool | None = None, by_epoch: bool | None = None) -> None:
         if by_step is not None and by_step == by_epoch:
             raise ValueError(
-                f"LRScheduler received by_step={by_step} and by_epoch={by_epoch}: a scheduler steps at one "
-                "of the two. Write LRScheduler(by_step=True) or LRScheduler(by_epoch=True)."
+                f"LRScheduler received by_step={by_step} and by_epoch={by_epoch}: a scheduler steps at one of the "
+                "two. Write LRScheduler(by_step=True) or LRScheduler(by_epoch=True)."
             )
         self.by_step, self.by_epoch = by_step, by_epoch
         self._before: tuple[Any] | None = None
@@ -36,8 +36,8 @@ class LRScheduler(Callback):
         """Set the model's interval."""
         if self.model.scheduler is None:
             raise ValueError(
-                "LRScheduler says when the model's scheduler steps, but the model has none. "
-                "Write prepare(..., scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 10))."
+                "LRScheduler says when the model's scheduler steps, but the model has none. Write prepare(..., "
+                "scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 10))."
             )
         if self.by_step is None and self.by_epoch is None:
             return
@@ -93,8 +93,8 @@ class ReduceLROnPlateau(Callback):
             )
         if patience < 0 or cooldown < 0:
             raise ValueError(
-                f"ReduceLROnPlateau received patience={patience} and cooldown={cooldown}: epochs are "
-                "counted from 0 on. Write patience=10, cooldown=0."
+                f"ReduceLROnPlateau received patience={patience} and cooldown={cooldown}: epochs are counted from 0 "
+                "on. Write patience=10, cooldown=0."
             )
         self.monitor, self.factor, self.patience, self.verbose = monitor, factor, patience, verbose
         self.cooldown, self.min_lr = cooldown, min_lr
@@ -106,9 +106,9 @@ class ReduceLROnPlateau(Callback):
         self._watch.check(self.params)
         if self.model.scheduler is not None:
             raise ValueError(
-                f"The callback ReduceLROnPlateau and the model's {type(self.model.scheduler).__name__} "
-                "would both set the learning rate. Keep one of them; "
-                "torch.optim.lr_scheduler.ReduceLROnPlateau can be the scheduler of prepare."
+                f"The callback ReduceLROnPlateau and the model's {type(self.model.scheduler).__name__} would both set "
+                "the learning rate. Keep one of them; torch.optim.lr_scheduler.ReduceLROnPlateau can be the "
+                "scheduler of prepare."
             )
         self._watch.best, self._wait, self._resting = None, 0, 0
 

@@ -43,8 +43,8 @@ class Monitor:
         if self.name.startswith("val_") and not any(name.startswith("val_") for name in names):
             cure += ", or pass fit an eval_data: names with val_ are values of the evaluation"
         raise ValueError(
-            f"{self.owner} monitors {self.name!r}, but the logs of this fit will not have it: it could "
-            f"never act. {cure}."
+            f"{self.owner} monitors {self.name!r}, but the logs of this fit will not have it: it could never act. "
+            f"{cure}."
         )
 
     def improves(self, value: float) -> bool:
@@ -70,7 +70,6 @@ def _is_rising(owner: str, name: str, mode: str) -> bool:
     if any(word in lower for word in _RISING):
         return True
     raise ValueError(
-        f"{owner} monitors {name!r} with mode='auto', but the name does not tell whether small or large "
-        "values are good. "
-        'Write mode="min" or mode="max".'
+        f"{owner} monitors {name!r} with mode='auto', but the name does not tell whether small or large values are "
+        'good. Write mode="min" or mode="max".'
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from hapi.distributed import get_rank
 _BAR_SECONDS = 0.1
 # Seconds between two plain lines within a pass, and their number in a pass of known length.
 _LINE_SECONDS, _LINES = 5.0, 10
+# A short bar, so that two values fit in beside it in 80 columns.
+_BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 
 class ProgBarLogger(Callback):
@@ -43,8 +46,8 @@ class ProgBarLogger(Callback):
             )
         if verbose not in (0, 1, 2):
             raise ValueError(
-                f"ProgBarLogger received verbose={verbose!r}, which is unknown. Write 0 (silent), 1 (a bar) "
-                "or 2 (lines)."
+                f"ProgBarLogger received verbose={verbose!r}, which is unknown. Write 0 (silent), 1 (a bar) or 2 "
+                "(lines)."
             )
         self.log_freq, self.verbose = log_freq, verbose
         self._shows = False
@@ -190,10 +193,11 @@ class _Bar(_Pass):
             desc=title,
             unit="step",
             leave=False,
-            dynamic_ncols=True,
+            bar_format=_BAR_FORMAT if steps else None,
             mininterval=0,
             miniters=1,
             file=sys.stderr,
+            **_bar_size(),
         )
 
     def show(self, done: int, logs: Logs) -> None:
@@ -225,6 +229,15 @@ def _in_notebook() -> bool:
 
 def _has_screen() -> bool:
     return _in_notebook() or sys.stderr.isatty()
+
+
+def _bar_size() -> dict[str, Any]:
+    try:
+        columns, rows = os.get_terminal_size(sys.stderr.fileno())
+    except (OSError, ValueError):
+        return {}  # a notebook, say: what the bar takes there is known to tqdm
+    # A terminal made by a program often has the size 0 x 0, in which tqdm would hide the bar.
+    return {"dynamic_ncols": True} if columns and rows else {"ncols": 80, "nrows": 24}
 
 
 def _bar_class() -> Any:

@@ -49,9 +49,8 @@ def as_metrics(metrics: Any) -> list[Metric]:
     taken = [name for name in names if name in _RESERVED or name.startswith("val_")]
     if taken:
         raise ValueError(
-            f"A metric is called {taken[0]!r}, which logs use for something else (loss, lr, epoch, step, "
-            "and val_... for "
-            'values of the evaluation). Give it another name: name="my_metric".'
+            f"A metric is called {taken[0]!r}, which logs use for something else (loss, lr, epoch, step, and val_... "
+            'for values of the evaluation). Give it another name: name="my_metric".'
         )
     return adapted
 
@@ -70,20 +69,20 @@ def as_metric(metric: Any) -> Metric:
     if isinstance(metric, str):
         cls = _BUILT_IN.get(metric.lower(), "Accuracy")
         raise TypeError(
-            f"metrics holds the text {metric!r}: a metric is an object, which keeps its counts. "
-            f"Write hapi.metrics.{cls}()."
+            f"metrics holds the text {metric!r}: a metric is an object, which keeps its counts. Write "
+            f"hapi.metrics.{cls}()."
         )
     if isinstance(metric, type):
         raise TypeError(
-            f"metrics holds the class {metric.__name__}, not an object of it. Write {metric.__name__}() "
-            "with parentheses."
+            f"metrics holds the class {metric.__name__}, not an object of it. Write {metric.__name__}() with "
+            "parentheses."
         )
     if callable(metric) and not hasattr(metric, "accumulate"):
         return FunctionMetric(metric)
     raise TypeError(
         f"metrics holds an object of type {type(metric).__name__}, which is no metric. Write a subclass of "
-        "hapi.metrics.Metric with update(outputs, labels) and compute(), or a function f(outputs, labels) "
-        "that returns a value per sample."
+        "hapi.metrics.Metric with update(outputs, labels) and compute(), or a function f(outputs, labels) that "
+        "returns a value per sample."
     )
 
 
@@ -107,6 +106,7 @@ class FunctionMetric(Metric):
     def __deepcopy__(self, memo: dict[int, Any]) -> FunctionMetric:
         # The function is shared: it keeps nothing, and what it closes over need not be copyable.
         twin = type(self)(self._function).to(self._device)
+        twin.name = self.name
         twin.load_states(self.states())
         return twin
 
@@ -121,15 +121,14 @@ class FunctionMetric(Metric):
         samples = size_of(labels if labels is not None else outputs)
         if not isinstance(values, Tensor):
             raise TypeError(
-                f"The metric function {self.name!r} returned a {type(values).__name__}: values stay on the "
-                "device until they are read. Return a tensor with a value per sample, shape (N,)."
+                f"The metric function {self.name!r} returned a {type(values).__name__}: values stay on the device "
+                "until they are read. Return a tensor with a value per sample, shape (N,)."
             )
-        if values.ndim == 0 or len(values) != samples:
+        if values.ndim == 0 or len(values) != samples or values.numel() < samples:
             raise ValueError(
-                f"The metric function {self.name!r} returned a tensor of shape {tuple(values.shape)} for a "
-                f"batch of {samples} samples: hapi takes the mean over all samples of a pass, which the "
-                "means of batches do not tell. Return a value per sample, shape (N,): without .mean() or "
-                ".sum()."
+                f"The metric function {self.name!r} returned a tensor of shape {tuple(values.shape)} for a batch of "
+                f"{samples} samples: hapi takes the mean over all samples of a pass, which the means of batches do "
+                "not tell. Return a value per sample, shape (N,): without .mean() or .sum()."
             )
         if samples:
             self.total += as_exact(values.detach()).sum() * samples / values.numel()
@@ -183,9 +182,8 @@ class TorchMetric(Metric):
             if not isinstance(value, Tensor) or value.numel() != 1:
                 shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
                 raise ValueError(
-                    f"The metric {name!r} computed a value of {shape}: logs hold one number per name. "
-                    "Choose an average "
-                    '(average="macro"), or wrap it in torchmetrics.ClasswiseWrapper.'
+                    f"The metric {name!r} computed a value of {shape}: logs hold one number per name. Choose an "
+                    'average (average="macro"), or wrap it in torchmetrics.ClasswiseWrapper.'
                 )
         return {str(name): value.detach().reshape(()) for name, value in named.items()}
 
@@ -271,7 +269,6 @@ def _check(metric: Metric) -> None:
         )
     if not metric.states():
         raise TypeError(
-            f"The metric {cls.__name__} declares no state: what it keeps could not be put together over the "
-            "ranks. Call "
-            'self.add_state("total", torch.tensor(0.0)) in __init__ and add to self.total in update.'
+            f"The metric {cls.__name__} declares no state: what it keeps could not be put together over the ranks. "
+            'Call self.add_state("total", torch.tensor(0.0)) in __init__ and add to self.total in update.'
         )

@@ -44,9 +44,8 @@ class Auc(Metric):
         if outputs.ndim > labels.ndim:
             if outputs.shape[1] != 2:
                 raise ValueError(
-                    f"Auc received outputs of {outputs.shape[1]} classes, shape {tuple(outputs.shape)}: the "
-                    "curve is that of class 1 against class 0. Write a subclass whose update picks one "
-                    "class of interest."
+                    f"Auc received outputs of {outputs.shape[1]} classes, shape {tuple(outputs.shape)}: the curve is "
+                    "that of class 1 against class 0. Write a subclass whose update picks one class of interest."
                 )
             # Of probabilities and of logits alike the difference is what orders the samples.
             outputs = as_exact(outputs[:, 1]) - as_exact(outputs[:, 0])

@@ -81,18 +81,18 @@ class Metric:
         """
         if not name.isidentifier() or hasattr(self, name):
             raise ValueError(
-                f"{type(self).__name__}.add_state received the name {name!r}, which is not a free attribute "
-                "name: each state becomes an attribute of the metric. Choose another name."
+                f"{type(self).__name__}.add_state received the name {name!r}, which is not a free attribute name: "
+                "each state becomes an attribute of the metric. Choose another name."
             )
         if reduce not in _REDUCTIONS:
             raise ValueError(
-                f"State {name!r} of {type(self).__name__} is to be reduced by {reduce!r}, which is unknown. "
-                f"Write one of {', '.join(map(repr, _REDUCTIONS))}."
+                f"State {name!r} of {type(self).__name__} is to be reduced by {reduce!r}, which is unknown. Write one "
+                f"of {', '.join(map(repr, _REDUCTIONS))}."
             )
         if reduce == "cat" and not (isinstance(default, Tensor) and default.numel() == 0):
             raise ValueError(
-                f"State {name!r} of {type(self).__name__} is concatenated but starts as {default!r}, which "
-                "would be counted once a rank. Write an empty tensor: torch.empty(0)."
+                f"State {name!r} of {type(self).__name__} is concatenated but starts as {default!r}, which would be "
+                "counted once a rank. Write an empty tensor: torch.empty(0)."
             )
         self._defaults[name] = default.detach().clone() if isinstance(default, Tensor) else default
         self._reduce[name] = reduce
@@ -148,9 +148,9 @@ class Metric:
         values = result if isinstance(result, dict) else {self.names[0]: result}
         if list(values) != self.names:
             raise ValueError(
-                f"{type(self).__name__} computed the values {list(values)} but announced {self.names}: "
-                "callbacks that monitor a value look for the announced names. Override the property "
-                "`names` to return the dict's keys."
+                f"{type(self).__name__} computed the values {list(values)} but announced {self.names}: callbacks that "
+                "monitor a value look for the announced names. Override the property `names` to return the dict's "
+                "keys."
             )
         return values
 
@@ -193,8 +193,7 @@ class Metric:
         if set(states) != set(self._defaults):
             raise ValueError(
                 f"{type(self).__name__} ({self.name!r}) received the states {sorted(states)}, but keeps "
-                f"{sorted(self._defaults)}: they are those of another metric. Pass the metrics that were "
-                "saved."
+                f"{sorted(self._defaults)}: they are those of another metric. Pass the metrics that were saved."
             )
         for name, value in states.items():
             setattr(self, name, self._restored(name, value))

@@ -133,8 +133,8 @@ class Accuracy(_Counting):
             return
         if self.topk != (1,):
             raise ValueError(
-                f"Accuracy(topk={self.topk}) received one output a sample, shape {tuple(outputs.shape)}: "
-                "there are no further classes to look at. Write Accuracy()."
+                f"Accuracy(topk={self.topk}) received one output a sample, shape {tuple(outputs.shape)}: there are no "
+                "further classes to look at. Write Accuracy()."
             )
         if outputs.is_floating_point():
             self._count(outputs, labels)
@@ -176,8 +176,8 @@ def _checked_topk(topk: int | Sequence[int]) -> tuple[int, ...]:
     whole = all(isinstance(k, int) and not isinstance(k, bool) and k > 0 for k in several)
     if not several or not whole or len(set(several)) < len(several):
         raise ValueError(
-            f"Accuracy received topk={topk!r}: these are different numbers of classes, each from 1 on. "
-            "Write topk=1 or topk=(1, 5)."
+            f"Accuracy received topk={topk!r}: these are different numbers of classes, each from 1 on. Write topk=1 "
+            "or topk=(1, 5)."
         )
     return several
 
@@ -199,13 +199,13 @@ class _Rate(_Counting):
         super().__init__(name, threshold, ignore_index)
         if average not in ("macro", "micro"):
             raise ValueError(
-                f"{type(self).__name__} received average={average!r}, which is unknown. "
-                'Write "macro" (mean over the classes) or "micro" (over all samples).'
+                f'{type(self).__name__} received average={average!r}, which is unknown. Write "macro" (mean over the '
+                'classes) or "micro" (over all samples).'
             )
         if num_classes is not None and num_classes < 2:
             raise ValueError(
-                f"{type(self).__name__} received num_classes={num_classes}: there are at least two classes. "
-                "Leave num_classes out for the value of class 1 alone."
+                f"{type(self).__name__} received num_classes={num_classes}: there are at least two classes. Leave "
+                "num_classes out for the value of class 1 alone."
             )
         self.num_classes, self.average = num_classes, average
         self.add_state("class_counts", torch.zeros(3, num_classes or 1, dtype=torch.int64))
@@ -224,9 +224,8 @@ class _Rate(_Counting):
         if outputs.ndim > labels.ndim:
             if outputs.shape[1] != self.num_classes:
                 raise ValueError(
-                    f"{type(self).__name__}(num_classes={self.num_classes}) received outputs of "
-                    f"{outputs.shape[1]} classes, shape {tuple(outputs.shape)}. Write "
-                    f"num_classes={outputs.shape[1]}."
+                    f"{type(self).__name__}(num_classes={self.num_classes}) received outputs of {outputs.shape[1]} "
+                    f"classes, shape {tuple(outputs.shape)}. Write num_classes={outputs.shape[1]}."
                 )
             outputs = outputs.argmax(1)
         elif outputs.is_floating_point():
@@ -241,9 +240,8 @@ class _Rate(_Counting):
             return outputs
         if outputs.shape[1] > 2:
             raise ValueError(
-                f"{type(self).__name__} received outputs of {outputs.shape[1]} classes, shape "
-                f"{tuple(outputs.shape)}: it tells class 1 from class 0. Write "
-                f"{type(self).__name__}(num_classes={outputs.shape[1]})."
+                f"{type(self).__name__} received outputs of {outputs.shape[1]} classes, shape {tuple(outputs.shape)}: "
+                f"it tells class 1 from class 0. Write {type(self).__name__}(num_classes={outputs.shape[1]})."
             )
         return outputs.argmax(1) if len(self._thresholds) > 1 else outputs[:, 1]
 

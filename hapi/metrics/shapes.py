@@ -20,10 +20,9 @@ def pair(metric: Metric, outputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
         if not isinstance(value, Tensor):
             cls = type(metric).__name__
             raise TypeError(
-                f"{cls} ({metric.name!r}) received {noun} of type {type(value).__name__}, not one tensor: "
-                "it cannot know which part is meant. Write a subclass whose update picks it: class "
-                f"My{cls}(hapi.metrics.{cls}): def update(self, outputs, labels): "
-                "super().update(outputs[0], labels)."
+                f"{cls} ({metric.name!r}) received {noun} of type {type(value).__name__}, not one tensor: it cannot "
+                "know which part is meant. Write a subclass whose update picks it: class "
+                f"My{cls}(hapi.metrics.{cls}): def update(self, outputs, labels): super().update(outputs[0], labels)."
             )
     return outputs, labels
 
@@ -60,8 +59,7 @@ def _squeezed(metric: Metric, labels: Tensor, shape: torch.Size, given: tuple[Te
 def misfit(metric: Metric, outputs: Tensor, labels: Tensor) -> ValueError:
     """The error for shapes that do not fit each other."""
     return ValueError(
-        f"{type(metric).__name__} ({metric.name!r}) received outputs of shape {tuple(outputs.shape)} and "
-        f"labels of shape {tuple(labels.shape)}, which do not fit each other. Write a subclass whose update "
-        "reshapes them; help(hapi.metrics.classification) lists the shapes of classifications, with the "
-        "classes in dimension 1."
+        f"{type(metric).__name__} ({metric.name!r}) received outputs of shape {tuple(outputs.shape)} and labels of "
+        f"shape {tuple(labels.shape)}, which do not fit each other. Write a subclass whose update reshapes them; "
+        "help(hapi.metrics.classification) lists the shapes of classifications, with the classes in dimension 1."
     )

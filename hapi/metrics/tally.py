@@ -159,8 +159,8 @@ def add_values(logs: dict[str, Tensor], metrics: Sequence[Metric]) -> None:
         for name, value in metric.values().items():
             if name in logs:
                 raise ValueError(
-                    f"Two metrics computed a value called {name!r}: each needs a key of its own in the logs. "
-                    "Give one of them another name."
+                    f"Two metrics computed a value called {name!r}: each needs a key of its own in the logs. Give one "
+                    "of them another name."
                 )
             logs[name] = value
 
@@ -176,8 +176,8 @@ def _update_watched(metric: Metric, outputs: Any, labels: Any) -> None:
     changed = [name for name in before if after.get(name) != before[name]]
     if changed:
         raise TypeError(
-            f"The metric {type(metric).__name__} changed {', '.join(changed)} in update, which it did not declare "
-            "as a state: what several passes or ranks put there could not be told apart or put together. Write "
+            f"The metric {type(metric).__name__} changed {', '.join(changed)} in update, which it did not declare as "
+            "a state: what several passes or ranks put there could not be told apart or put together. Write "
             f'self.add_state("{changed[0]}", default) in __init__.'
         )
 

@@ -6,6 +6,7 @@ import pytest
 from callback_fakes import FakeModel, fit, losses
 
 from hapi.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from hapi.callbacks.base import CallbackList
 
 
 def saved(callbacks, epoch_logs, model=None, **params):
@@ -37,6 +38,15 @@ def test_the_last_epoch_is_saved_if_the_fit_was_stopped_before():
 def test_a_fit_without_an_epoch_left_saves_final_alone():
     checkpoint = ModelCheckpoint(save_freq=5)
     saved([checkpoint], losses(1.0), last_epoch=9)
+    assert saved([checkpoint], []) == ["final"]
+
+
+def test_an_epoch_of_a_fit_that_failed_is_not_saved_by_the_next():
+    checkpoint = ModelCheckpoint(save_freq=5)
+    callbacks = CallbackList([checkpoint], FakeModel(), {"save_dir": "runs", "last_epoch": 9})
+    callbacks.call("on_train_begin")
+    callbacks.call("on_epoch_end", 0)
+    callbacks.call("on_exception", KeyboardInterrupt())
     assert saved([checkpoint], []) == ["final"]
 
 

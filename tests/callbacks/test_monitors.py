@@ -168,6 +168,12 @@ def test_cooldown_min_lr_and_min_delta():
     assert rates(ReduceLROnPlateau(patience=1, factor=0.5, min_delta=0), [3.0, 3.0 - 5e-5])[0] == [1.0, 1.0]
 
 
+def test_a_rate_below_min_lr_is_not_raised(capsys):
+    low = rates(ReduceLROnPlateau(patience=1, min_lr=0.3), [3.0] * 3, model=FakeModel(lr=0.2))[0]
+    assert low == [0.2, 0.2, 0.2]
+    assert capsys.readouterr().out == ""
+
+
 def test_every_group_and_a_rate_that_is_a_tensor():
     model = FakeModel()
     rate = torch.tensor(0.5)

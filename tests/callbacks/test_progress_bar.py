@@ -186,6 +186,30 @@ def test_a_bar_of_unknown_length(clock, capsys, screen):
     assert "40step" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("size", [None, (0, 0), (24, 100)], ids=["no size", "zero", "100 columns"])
+def test_the_bar_is_seen_on_a_terminal_of_any_size(clock, monkeypatch, size):
+    import fcntl
+    import os
+    import pty
+    import select
+    import struct
+    import termios
+
+    master, slave = pty.openpty()
+    if size is not None:
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+    shown = ""
+    with os.fdopen(slave, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        run_fit(ProgBarLogger(), clock, steps=40, seconds=1.0)
+        terminal.flush()
+        # What a terminal was sent comes in pieces.
+        while "40/40" not in shown and select.select([master], [], [], 5.0)[0]:
+            shown += os.read(master, 4096).decode(errors="replace")
+    os.close(master)
+    assert "Epoch 1/1: 100%" in shown and "40/40" in shown and "loss 0.5000, acc" in shown
+
+
 def test_bars_start_no_thread(clock, capsys, screen, monkeypatch):
     import tqdm
 

@@ -54,7 +54,10 @@ def test_a_partial_has_its_function_s_name():
     assert as_metric(functools.partial(hit)).name == "hit"
 
 
-@pytest.mark.parametrize("wrong", [lambda o, y: hit(o, y).float().mean(), lambda o, y: o[:2].sum(1)])
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda o, y: hit(o, y).float().mean(), lambda o, y: o[:2].sum(1), lambda o, y: o[:, :0]],
+)
 def test_a_function_must_return_a_value_per_sample(wrong):
     with pytest.raises(ValueError, match=r"Return a value per sample, shape \(N,\): without .mean\(\)"):
         as_metric(wrong).update(OUTPUTS, LABELS)

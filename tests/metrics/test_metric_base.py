@@ -111,6 +111,14 @@ def test_merge_counts_a_default_other_than_zero_once():
     assert merged.pseudo == 1 + 0 + 1 + 2
 
 
+def test_merge_keeps_the_dtype_of_the_data_though_a_rank_has_none():
+    ranks = [Peak(), Peak()]
+    ranks[1].all.append(torch.tensor([2**53 + 1]))
+    merged = Peak()
+    merged.merge([rank.states() for rank in ranks])
+    assert merged.concatenated("all").tolist() == [2**53 + 1]
+
+
 def test_merge_of_ranks_that_all_have_nothing():
     merged = Peak()
     merged.merge([Peak().states(), Peak().states()])

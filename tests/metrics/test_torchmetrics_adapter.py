@@ -130,6 +130,38 @@ def test_names():
         as_metrics([torchmetrics.MeanSquaredError(), torchmetrics.MeanSquaredError()])
 
 
+class Level(torchmetrics.Metric):
+    """A state that is averaged over ranks, changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("level", torch.tensor(0.0), dist_reduce_fx="mean")
+
+    def update(self, outputs, labels):
+        self.level.add_(outputs)
+
+    def compute(self):
+        return self.level
+
+
+def test_a_rank_without_updates_has_no_part_in_a_mean():
+    ranks = [copy.deepcopy(as_metric(Level())) for _ in range(3)]
+    ranks[0].update(torch.tensor(1.0), None)
+    ranks[2].update(torch.tensor(4.0), None)
+    merged = as_metric(Level())
+    merged.merge([rank.states() for rank in ranks])
+    assert merged.values() == {"Level": torch.tensor(2.5)}
+
+
+def test_loaded_states_are_copies():
+    first, second = as_metric(Level()), as_metric(Level())
+    first.update(torch.tensor(1.0), None)
+    saved = first.states()
+    second.load_states(saved)
+    second.update(torch.tensor(1.0), None)
+    assert (float(saved[".level"]), float(second.values()["Level"])) == (1.0, 2.0)
+
+
 def test_a_value_that_is_not_one_number():
     metric = as_metric(torchmetrics.Recall(task="multiclass", num_classes=4, average=None))
     metric.update(*next(batches(1)))
