@@ -272,7 +272,7 @@ class Model:
         """
         if not training:
             self.export(f"{path}.pt2")
-        elif group.get_rank() == 0:
+        elif group.speaks_for_all():
             counters = {"epochs_trained": self.epochs_trained, "steps_trained": self.steps_trained}
             checkpoint.save(path, self.network, self._engine.training_state(counters))
 
@@ -310,7 +310,7 @@ class Model:
         """
         from hapi import export
 
-        if group.get_rank() == 0:
+        if group.speaks_for_all():
             engine = self._engine
             inputs = engine.example() if example_inputs is None else engine.splitter.as_inputs(example_inputs)
             export.export(self.network, path, inputs)

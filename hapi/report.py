@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def announce(stepper: Stepper, train: Feed, options: FitOptions) -> None:
     """Print the start line, on rank 0 and unless silent."""
-    if group.get_rank() != 0 or options.verbose == 0:
+    if not group.speaks_for_all() or options.verbose == 0:
         return
     count = group.get_world_size()
     processes = "1 process" if count == 1 else f"{count} processes"

@@ -120,6 +120,11 @@ def get_rank() -> int:
     return launch.rank if launch is not None else 0
 
 
+def speaks_for_all() -> bool:
+    """Whether this process is the one that writes files and speaks to the terminal."""
+    return get_rank() == 0
+
+
 def get_world_size() -> int:
     """How many processes there are."""
     _reads.was_read = True
