@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ class FitOptions:
             if size is not None:
                 positive_int("batch_size", size, 32)
         check_reading(self.num_workers, self.verbose)
+        self._check_switches()
         self._check_names()
 
     @property
@@ -58,18 +60,28 @@ class FitOptions:
         """Samples per process and evaluation step; None: not given."""
         return self.batch_size[1] if isinstance(self.batch_size, Sequence) else self.batch_size
 
+    def _check_switches(self) -> None:
+        for name in ("shuffle", "drop_last"):
+            if getattr(self, name) not in (None, True, False):
+                raise TypeError(
+                    f"{name} received {getattr(self, name)!r}, which is neither True nor False. Write {name}=True."
+                )
+        if self.save_dir is not None and (not isinstance(self.save_dir, str | PathLike) or not str(self.save_dir)):
+            raise TypeError(
+                f"save_dir received {self.save_dir!r}, which names no folder. "
+                'Write save_dir="checkpoints", or leave it out to save nothing.'
+            )
+
     def _check_names(self) -> None:
         if isinstance(self.batch_size, Sequence) and len(self.batch_size) != 2:
             raise ValueError(
                 f"batch_size received {self.batch_size!r}, a list of {len(self.batch_size)}, but there are two sizes, "
-                "of "
-                "training and of evaluation. Write batch_size=32 or batch_size=[32, 256]."
+                "of training and of evaluation. Write batch_size=32 or batch_size=[32, 256]."
             )
         if self.batch_size is not None and self.global_batch_size is not None:
             raise ValueError(
                 f"batch_size={self.batch_size!r} (per process) and global_batch_size={self.global_batch_size} (over "
-                "all "
-                "processes) were both given, and only one can decide. Leave one of them out."
+                "all processes) were both given, and only one can decide. Leave one of them out."
             )
         if self.nan_policy not in _NAN_POLICIES:
             raise ValueError(f'nan_policy received {self.nan_policy!r}, which is unknown. Write "stop" or "ignore".')
@@ -78,8 +90,7 @@ class FitOptions:
         if self.resume not in (None, False):
             raise ValueError(
                 f"resume={self.resume!r} was asked for, which this version of hapi cannot do yet: a run begins at its "
-                "start. "
-                "Load the weights by model.load(path), and leave resume out."
+                "start. Load the weights by model.load(path), and leave resume out."
             )
 
 
@@ -98,7 +109,8 @@ def check_reading(num_workers: Any, verbose: Any) -> None:
         raise ValueError(f"num_workers received {num_workers}, but it counts processes. Write num_workers=2, or 0.")
     if verbose not in (0, 1, 2):
         raise ValueError(
-            f"verbose received {verbose!r}. Write 0 (silent), 1 (a bar) or 2 (a line every log_freq steps)."
+            f"verbose received {verbose!r}, which is no way of reporting. "
+            "Write 0 (silent), 1 (a bar) or 2 (a line every log_freq steps)."
         )
 
 
@@ -116,14 +128,21 @@ def check_prepare(loss: Any, strategy: Any, clip_grad_norm: Any) -> None:
     """The arguments of prepare that no other part checks.
 
     Raises:
-        TypeError: The loss is nothing that can be called.
+        TypeError: The loss is nothing that can be called, or the norm is no number.
         ValueError: The strategy is unknown, or the norm is not above zero.
     """
-    if isinstance(loss, type) and issubclass(loss, nn.Module):
-        raise TypeError(
-            f"loss received the class {loss.__name__}, which makes losses and is none. Write loss=nn.{loss.__name__}()."
+    parts = loss if isinstance(loss, list | tuple) else [loss]
+    if not parts:
+        raise ValueError(
+            f"loss received {loss!r}, which holds no loss. Write loss=nn.CrossEntropyLoss(), or leave it out where the "
+            "network's output has a loss of its own."
         )
-    for part in loss if isinstance(loss, list | tuple) else [loss]:
+    for part in parts:
+        if isinstance(part, type) and issubclass(part, nn.Module):
+            written = f"nn.{part.__name__}" if part.__module__.startswith("torch.") else part.__name__
+            raise TypeError(
+                f"loss received the class {part.__name__}, which makes losses and is none. Write loss={written}()."
+            )
         if part is not None and not callable(part):
             raise TypeError(
                 f"loss received {part!r}, of type {type(part).__name__}, which cannot be called on (outputs, labels). "
@@ -131,5 +150,12 @@ def check_prepare(loss: Any, strategy: Any, clip_grad_norm: Any) -> None:
             )
     if strategy not in _STRATEGIES:
         raise ValueError(f'strategy received {strategy!r}, which is unknown. Write "auto" or "ddp".')
+    if clip_grad_norm is not None and (isinstance(clip_grad_norm, bool) or not isinstance(clip_grad_norm, int | float)):
+        raise TypeError(
+            f"clip_grad_norm received {clip_grad_norm!r}, of type {type(clip_grad_norm).__name__}, which is no number. "
+            "Write clip_grad_norm=1.0."
+        )
     if clip_grad_norm is not None and not clip_grad_norm > 0:
-        raise ValueError(f"clip_grad_norm received {clip_grad_norm!r}, but a norm to clip at is above 0. Write 1.0.")
+        raise ValueError(
+            f"clip_grad_norm received {clip_grad_norm!r}, but a norm to clip at is above 0. Write clip_grad_norm=1.0."
+        )

@@ -13,6 +13,9 @@ from torch import nn
 
 Inputs = tuple[Any, ...] | dict[str, Any]
 
+# NumPy's kinds of dtype that tensors have too: bool, int, unsigned, float, complex. Text stays as it is.
+_NUMERIC = "biufc"
+
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """Apply a function to every tensor of a nest, keeping the types of its containers.
@@ -23,7 +26,9 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return fn(value)
     if _is_packed(value):
-        return value.__class__(*(fn(part) if isinstance(part, torch.Tensor) else part for part in value))
+        # The sizes of its time steps stay as they are: torch keeps them on the CPU wherever the data is.
+        data, sizes, *order = value
+        return value.__class__(fn(data), sizes, *(None if part is None else fn(part) for part in order))
     if isinstance(value, Mapping):
         return _rebuilt_mapping(value, {key: map_tensors(fn, item) for key, item in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -36,9 +41,15 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
             # The object's own setter refuses on a frozen dataclass; the copy is ours.
             object.__setattr__(rebuilt, field.name, map_tensors(fn, getattr(value, field.name)))
         return rebuilt
-    if is_array(value):
-        return fn(torch.as_tensor(value))
+    if is_array(value) and value.dtype.kind in _NUMERIC:
+        return fn(tensor_of(value))
     return value
+
+
+def tensor_of(array: Any) -> torch.Tensor:
+    """A NumPy array as a tensor; float64, which NumPy makes unasked and no layer takes, in torch's default dtype."""
+    tensor = torch.as_tensor(array)
+    return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
 
 
 def leaves(value: Any) -> Iterator[torch.Tensor]:
@@ -65,19 +76,17 @@ def size_of(batch: Any) -> int:
         TypeError: The batch holds no tensor with a batch dimension.
     """
     # The common case first: this runs once per step.
-    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    first = batch[0] if _is_several(batch) and batch else batch
     if isinstance(first, torch.Tensor) and first.dim() > 0:
         return first.shape[0]
-    if _is_packed(first):
-        return int(first.batch_sizes[0])
-    for tensor in leaves(batch):
-        if tensor.dim() > 0:
-            return tensor.shape[0]
-    raise TypeError(
-        f"A batch of type {type(batch).__name__} holds no tensor with a batch dimension, so its samples cannot be "
-        "counted. Let the data set yield tensors, NumPy arrays or numbers, or give the DataLoader a collate_fn that "
-        "does."
-    )
+    size = _first_size(batch)
+    if size is None:
+        raise TypeError(
+            f"A batch of type {type(batch).__name__} holds no tensor with a batch dimension, so its samples cannot be "
+            "counted. Pass tensors, as torch.tensor(x) makes them of lists of numbers, or give the DataLoader a "
+            "collate_fn that makes them."
+        )
+    return size
 
 
 def move(batch: Any, device: torch.device) -> Any:
@@ -131,7 +140,7 @@ class Splitter:
         fields = _named_fields(batch)
         if fields is not None:
             return self._split_named(fields)
-        if not isinstance(batch, tuple | list):
+        if not _is_several(batch):
             return (batch,), None
         if isinstance(self._inputs, tuple) or isinstance(self._labels, tuple):
             raise TypeError(
@@ -145,15 +154,21 @@ class Splitter:
         """What a user passes as `inputs` of train_batch: one tensor, a tuple or list of several, or a dict."""
         if isinstance(value, Mapping):
             return dict(value)
-        return tuple(value) if isinstance(value, tuple | list) else (value,)
+        return tuple(value) if _is_several(value) else (value,)
 
     def as_labels(self, value: Any) -> Any:
         """What a user passes as `labels` of train_batch: None, one, or a tuple or list of several."""
-        return _unwrap_single(tuple(value)) if isinstance(value, tuple | list) else value
+        return _unwrap_single(tuple(value)) if _is_several(value) else value
 
     def _split_named(self, batch: Mapping[str, Any]) -> tuple[Inputs, Any]:
         keys = list(batch)
         labels = self._labels
+        if isinstance(self._inputs, int) or isinstance(labels, int):
+            raise TypeError(
+                f"A batch with the keys {keys} arrived, but Model was given numbers (inputs={self._inputs}, "
+                f"labels={labels}), which belong to tuple batches. Write names instead: "
+                f"Model(network, inputs=[{keys[0]!r}], labels=[{keys[-1]!r}])."
+            )
         if isinstance(self._inputs, tuple):
             inputs = list(self._inputs)
         elif self._takes_any_name:
@@ -174,15 +189,50 @@ class Splitter:
 
 
 def call_network(network: nn.Module, inputs: Inputs) -> Any:
-    """network(*inputs), or network(**inputs) for a dict."""
-    return network(**inputs) if isinstance(inputs, dict) else network(*inputs)
+    """network(*inputs), or network(**inputs) for a dict.
+
+    Raises:
+        TypeError: The network takes another number of inputs, or other names.
+        ValueError: An input's dtype is not that of the network's parameters.
+    """
+    try:
+        return network(**inputs) if isinstance(inputs, dict) else network(*inputs)
+    except (TypeError, RuntimeError) as error:
+        cause = _why_refused(network, inputs, str(error))
+        if cause is not None:
+            raise cause from error
+        raise
 
 
 def as_arguments(value: Any) -> tuple[Any, ...]:
     """Outputs or labels as positional arguments of a loss: several are spread, one is passed as it is."""
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, tuple | list) else (value,)
+    return tuple(value) if _is_several(value) else (value,)
+
+
+def _why_refused(network: nn.Module, inputs: Inputs, message: str) -> Exception | None:
+    """What a forward pass has failed of, where the inputs' number or dtype is to blame."""
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    signature = inspect.signature(network.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return TypeError(
+            f"The network got {len(inputs)} inputs, which {type(network).__name__}.forward{signature} does not take "
+            f"({error}). Say which part of a batch is input: Model(network, inputs=1) for the first element, or "
+            'Model(network, inputs=["x"]) for a key.'
+        )
+    held = [p.dtype for p in network.parameters() if p.is_floating_point()]
+    strange = [tensor.dtype for tensor in leaves(inputs) if tensor.dtype not in held]
+    # Whole numbers may well be meant, as tokens are; another float never is.
+    strange.sort(key=lambda dtype: not dtype.is_floating_point)
+    if not held or not strange or "type" not in message:
+        return None
+    return ValueError(
+        f"An input of dtype {strange[0]} arrived, and the network's parameters are {held[0]}: most layers do not mix "
+        f"the two. Let the data set yield x.to({held[0]})."
+    )
 
 
 def _named_fields(batch: Any) -> Mapping[str, Any] | None:
@@ -200,8 +250,7 @@ def _checked_spec(name: str, spec: Any) -> int | tuple[str, ...] | None:
         return tuple(spec)
     raise TypeError(
         f"Model received {name}={spec!r}, which says neither how many elements of a tuple batch nor which keys of a "
-        "dict "
-        f'batch are {name}. Write a number ({name}=1) or a list of keys ({name}=["x"]).'
+        f'dict batch are {name}. Write a number ({name}=1) or a list of keys ({name}=["x"]).'
     )
 
 
@@ -211,12 +260,18 @@ def _unwrap_single(values: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def _rebuilt_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+def _rebuilt_mapping(original: Any, items: dict[Any, Any]) -> Any:
     if type(original) is dict:
         return items
     try:
-        rebuilt = copy.copy(original)
-        rebuilt.update(items)  # type: ignore[attr-defined]
+        if isinstance(original, dict) or hasattr(type(original), "__copy__"):
+            rebuilt = copy.copy(original)
+        else:
+            # A shallow copy of a wrapper would share the dict within, and the user's own batch would change. The
+            # values are put in anew in any case.
+            rebuilt = copy.deepcopy(original, {id(value): value for value in original.values()})
+        for key, item in items.items():
+            rebuilt[key] = item
         return rebuilt
     except (TypeError, AttributeError):
         # A read-only mapping: a plain dict has the same keys.
@@ -225,6 +280,22 @@ def _rebuilt_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 def _is_packed(value: Any) -> bool:
     return isinstance(value, nn.utils.rnn.PackedSequence)
+
+
+def _is_several(value: Any) -> bool:
+    # A packed sequence is a tuple to Python, but one value to a network.
+    return isinstance(value, tuple | list) and not _is_packed(value)
+
+
+def _first_size(value: Any) -> int | None:
+    """Samples as the first part of a nest tells them that has a batch dimension."""
+    if _is_packed(value):
+        return int(value.batch_sizes[0])
+    if isinstance(value, torch.Tensor) or is_array(value):
+        return int(value.shape[0]) if value.ndim else None
+    named = _named_fields(value)
+    parts = named.values() if named is not None else value if isinstance(value, tuple | list) else ()
+    return next((size for part in parts if (size := _first_size(part)) is not None), None)
 
 
 def _holds_arrays(value: Any) -> bool:

@@ -12,6 +12,8 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import combinations
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,11 @@ _WRAPPER_NAMES = ("module", "_orig_mod")
 
 def weights_path(path: str | Path) -> Path:
     """`path.pt`; a path that ends so already is taken as it is."""
+    if not isinstance(path, str | PathLike):
+        raise TypeError(
+            f"save and load received the path {path!r}, of type {type(path).__name__}, which is no path. "
+            'Write a name without ending, such as "checkpoints/mnist".'
+        )
     text = str(path)
     if not text or text.endswith(("/", "\\")):
         raise ValueError(
@@ -119,7 +126,7 @@ def put_weights(weights: Weights, network: nn.Module, skip_mismatch: bool) -> li
     """
     expected = network.state_dict()
     state = _unwrapped_names(weights.state, expected)
-    fitting = {key: value for key, value in state.items() if _fits(value, expected.get(key))}
+    fitting = {key: value for key, value in state.items() if key in expected and _fits(value, expected[key])}
     problems = _differences(state, expected, fitting)
     if problems and not skip_mismatch:
         raise ValueError(
@@ -160,11 +167,17 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     """Put a saved state into an optimizer, on whatever device its parameters are.
 
     Raises:
-        ValueError: It is of an optimizer with other parameters.
+        ValueError: It is of an optimizer with other parameters, or of another class.
     """
+    before = optimizer.state_dict()
     try:
         optimizer.load_state_dict(state)
+        # torch takes the state of another class without a word, and fails in the next step.
+        absent = [name for name in optimizer.defaults if any(name not in group for group in optimizer.param_groups)]
+        if absent:
+            raise ValueError(f"it has no {', '.join(absent)}")
     except (ValueError, KeyError) as error:
+        optimizer.load_state_dict(before)
         raise ValueError(
             f"The saved optimizer state does not fit this {type(optimizer).__name__} ({error}). "
             "Make the optimizer as it was when saved, or pass reset_optimizer=True."
@@ -182,9 +195,14 @@ def _unwrapped_names(state: Mapping[str, Any], expected: Mapping[str, Any]) -> d
     """The entries without the names of wrappers, unless the network itself has such names."""
 
     def bare(key: str) -> str:
-        if key in expected:
-            return key
-        return ".".join(part for part in key.split(".") if part not in _WRAPPER_NAMES)
+        parts = key.split(".")
+        wrappers = [place for place, part in enumerate(parts) if part in _WRAPPER_NAMES]
+        for count in range(len(wrappers) + 1):
+            for left_out in combinations(wrappers, count):
+                name = ".".join(part for place, part in enumerate(parts) if place not in left_out)
+                if name in expected:
+                    return name
+        return key
 
     return {bare(key): value for key, value in state.items()}
 
@@ -193,7 +211,7 @@ def _fits(value: Any, expected: Any) -> bool:
     if isinstance(value, torch.Tensor) and isinstance(expected, torch.Tensor):
         # A lazy module has no shape yet, and takes any.
         return is_lazy(expected) or value.shape == expected.shape
-    return expected is not None and not isinstance(value, torch.Tensor) and not isinstance(expected, torch.Tensor)
+    return not isinstance(value, torch.Tensor) and not isinstance(expected, torch.Tensor)
 
 
 def _differences(state: Mapping[str, Any], expected: Mapping[str, Any], fitting: Mapping[str, Any]) -> list[str]:

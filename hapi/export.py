@@ -62,7 +62,7 @@ def _write_onnx(network: nn.Module, target: Path, args: tuple[Any, ...], kwargs:
     temporary = target.with_name(f".{target.stem}.{os.getpid()}.onnx")
     torch.onnx.export(
         network, args, temporary, kwargs=kwargs, dynamo=True, dynamic_shapes=_free_batch(args, kwargs),
-        external_data=False
+        external_data=False, verbose=False,
     )  # fmt: skip
     os.replace(temporary, target)
 

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import zipfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 _BASES: tuple[Any, ...] = (int, float, str, bytes)
 _LARGEST_INT_BITS = 1000
+# The bit of a zip member's attributes.
+_IS_FOLDER = 0x10
 
 
 def write(path: Path, content: Any) -> None:
@@ -34,11 +37,11 @@ def write(path: Path, content: Any) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
         _flush_folder(path.parent)
-    except (OSError, RuntimeError) as error:
-        # torch reports a full disk as a RuntimeError of its zip writer.
+    except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
+        # torch reports a full disk as a RuntimeError of its zip writer.
+        if not isinstance(error, OSError) and "PytorchStreamWriter" not in str(error):
             raise
         raise OSError(
             f"{path} could not be written ({error}); what was there before is untouched. "
@@ -67,8 +70,7 @@ def read(path: Path) -> Any:
     except Exception as error:  # Damage shows as a dozen types; each means the same to the user.
         raise ValueError(
             f"{path} is not a whole checkpoint ({type(error).__name__}: {_first_line(error)}), so nothing was loaded "
-            "from it. "
-            "Load another checkpoint; if the file comes from elsewhere, save it anew with "
+            "from it. Load another checkpoint; if the file comes from elsewhere, save it anew with "
             "torch.save(network.state_dict(), path)."
         ) from error
 
@@ -87,7 +89,7 @@ def as_plain(value: Any, where: str) -> Any:
     """The value made of what a safe load takes.
 
     NumPy's numbers and arrays become numbers and tensors; subclasses of plain types (enumerations, named tuples) keep
-    their value and lose their class.
+    their value and lose their class. Keys of dicts likewise.
 
     Args:
         value: Any nest of dicts, lists, tuples and sets.
@@ -97,7 +99,12 @@ def as_plain(value: Any, where: str) -> Any:
         TypeError: It holds something else, which would save now and be refused when loaded.
     """
     if isinstance(value, Mapping):
-        return {key: as_plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        items = {
+            as_plain(key, f"{where}: its key {key!r}"): as_plain(item, f"{where}[{key!r}]")
+            for key, item in value.items()
+        }
+        # A scheduler's milestones are one, and it needs their methods.
+        return Counter(items) if type(value) is Counter else items
     for container in (list, tuple, set):
         if isinstance(value, container) and not isinstance(value, torch.Size):
             return container(as_plain(item, f"{where}[{n}]") for n, item in enumerate(value))
@@ -112,8 +119,7 @@ def as_plain(value: Any, where: str) -> Any:
             return base(value)
     raise TypeError(
         f"{where} is of type {type(value).__name__}, which a safe load refuses: the file could be written, and never "
-        "read. "
-        "Keep only numbers, text, tensors, and lists and dicts of them in what is saved."
+        "read. Keep only numbers, text, tensors, and lists and dicts of them in what is saved."
     )
 
 
@@ -123,6 +129,11 @@ def _verify_archive(path: Path) -> None:
         members = archive.infolist()
         if any(member.compress_type != zipfile.ZIP_STORED for member in members):
             raise ValueError("it has compressed members, which torch does not write")
+        if any(member.is_dir() or member.external_attr & _IS_FOLDER for member in members):
+            # For such a member torch hands out memory that was never written.
+            raise ValueError("a member is marked as a folder, which torch does not write")
+        if len({member.filename for member in members}) < len(members):
+            raise ValueError("two of its members have the same name")
         if math.fsum(member.file_size for member in members) > size:
             raise ValueError("its members claim to be larger than the file")
         broken = archive.testzip()

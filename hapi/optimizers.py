@@ -21,9 +21,8 @@ def make_optimizer(optimizer: Any, network: nn.Module) -> torch.optim.Optimizer 
     """The optimizer that `prepare` was given, made if it is a name or a callable.
 
     Args:
-        optimizer: None, an optimizer, "sgd" (learning rate 1e-3), "adam" (1e-3), "adamw" (1e-3), or a callable that
-        gets the
-            parameters.
+        optimizer: None, an optimizer, "sgd", "adam" or "adamw" (learning rate 1e-3), or a callable that makes one
+            from the parameters.
         network: Whose trainable parameters it gets.
 
     Raises:
@@ -35,9 +34,8 @@ def make_optimizer(optimizer: Any, network: nn.Module) -> torch.optim.Optimizer 
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
     if not parameters:
         raise ValueError(
-            f"An optimizer was asked for ({optimizer!r}), but {type(network).__name__} has no parameter that requires "
-            "a "
-            "gradient. Set requires_grad_(True) on the layers that are to be trained."
+            f"An optimizer was asked for ({optimizer!r:.100}), but {type(network).__name__} has no parameter that "
+            "requires a gradient. Set requires_grad_(True) on the layers that are to be trained."
         )
     if isinstance(optimizer, str):
         if optimizer not in _BY_NAME:
@@ -46,15 +44,14 @@ def make_optimizer(optimizer: Any, network: nn.Module) -> torch.optim.Optimizer 
                 "Use one of these, or an object such as torch.optim.RMSprop(network.parameters())."
             )
         return _BY_NAME[optimizer](parameters, lr=1e-3, fused=_can_fuse(parameters))
-    if isinstance(optimizer, type) or callable(optimizer):
+    if callable(optimizer):
         made = optimizer(parameters)
         if isinstance(made, torch.optim.Optimizer):
             return made
         optimizer = made
     raise TypeError(
-        f"optimizer received {optimizer!r}, which is neither a torch.optim.Optimizer, nor a name, nor a callable that "
-        "makes "
-        'one from the parameters. Write torch.optim.Adam(network.parameters(), lr=1e-3) or "adam".'
+        f"optimizer received {optimizer!r:.100}, which is neither a torch.optim.Optimizer, nor a name, nor a callable "
+        'that makes one from the parameters. Write torch.optim.Adam(network.parameters(), lr=1e-3) or "adam".'
     )
 
 

@@ -40,11 +40,13 @@ class Precision:
         level = options.pop("level", "O1")
         if level not in ("O0", "O1", "O2"):
             raise ValueError(
-                f'amp level {level!r} is unknown: there are O0 (off), O1 and O2. Write amp_configs="bf16" or "fp16".'
+                f"amp_configs received the level {level!r}, which is unknown: there are O0 (off), O1 and O2. "
+                'Write amp_configs="bf16" or "fp16".'
             )
-        self.dtype = None if level == "O0" else _as_dtype(options.pop("dtype", "float16"))
+        dtype = _as_dtype(options.pop("dtype", "float16"))
+        self.dtype = None if level == "O0" else dtype
         self._dynamic = options.pop("use_dynamic_loss_scaling", True)
-        self._scaler_options = {_SCALER_OPTIONS[name]: value for name, value in options.items()}
+        self._scaler_options = {_SCALER_OPTIONS[name]: _above_zero(name, value) for name, value in options.items()}
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """The context of a forward pass."""
@@ -60,6 +62,20 @@ class Precision:
         if not self._dynamic:
             options["growth_interval"] = 2**31 - 1
         return torch.amp.GradScaler(device.type, **options)
+
+    def step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+        """Take an optimizer step unless gradients have overflowed, and adapt the scale.
+
+        Returns:
+            Whether a step was taken.
+        """
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        stepped = scaler.get_scale() >= before
+        if not self._dynamic:
+            scaler.update(before)
+        return stepped
 
 
 def _as_options(amp_configs: Any) -> dict[str, Any]:
@@ -85,9 +101,18 @@ def _as_options(amp_configs: Any) -> dict[str, Any]:
 def _as_dtype(name: Any) -> torch.dtype:
     if isinstance(name, torch.dtype) and name in _DTYPES.values():
         return name
-    if name in _DTYPES:
+    if isinstance(name, str) and name in _DTYPES:
         return _DTYPES[name]
     raise ValueError(
-        f"amp dtype {name!r} is unknown: mixed precision computes in bfloat16 or float16. "
+        f"amp_configs received {name!r}, which is unknown: mixed precision computes in bfloat16 or float16. "
         'Write amp_configs="bf16" or amp_configs="fp16".'
+    )
+
+
+def _above_zero(name: str, value: Any) -> Any:
+    if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+        return value
+    raise ValueError(
+        f"amp_configs received {name}={value!r}, but the loss is scaled by numbers above 0. "
+        'Leave it out, or write {"dtype": "float16", "init_loss_scaling": 1024}.'
     )

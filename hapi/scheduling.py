@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,29 +21,37 @@ class Schedule:
 
     Raises:
         TypeError: It is no scheduler.
-        ValueError: The interval is unknown, or the scheduler belongs to another optimizer.
+        ValueError: The scheduler belongs to another optimizer.
     """
 
     def __init__(self, scheduler: Any, interval: str | None, optimizer: torch.optim.Optimizer) -> None:
         if not hasattr(scheduler, "step") or not hasattr(scheduler, "state_dict"):
             raise TypeError(
-                f"scheduler received {scheduler!r}, which has no step() and state_dict(). Write a "
-                "torch.optim.lr_scheduler "
-                "object, or a callable that makes one: scheduler=lambda optimizer: StepLR(optimizer, 1)."
-            )
-        if interval not in (None, "step", "epoch"):
-            raise ValueError(
-                f'scheduler_interval received {interval!r}, which is no unit of training. Write "step" or "epoch".'
+                f"scheduler received {scheduler!r:.100}, which has no step() and state_dict(). Write a scheduler of "
+                "torch.optim.lr_scheduler, or a callable that makes one: "
+                "scheduler=lambda optimizer: StepLR(optimizer, 1)."
             )
         if getattr(scheduler, "optimizer", optimizer) is not optimizer:
             raise ValueError(
                 f"The scheduler ({type(scheduler).__name__}) was made for another optimizer than the prepared one, "
-                "whose "
-                "learning rate it would not move. Make it with the same optimizer object, or pass "
+                "whose learning rate it would not move. Make it with the same optimizer object, or pass "
                 "scheduler=lambda optimizer: ..."
             )
         self.scheduler = scheduler
         self.interval = interval or default_interval(scheduler)
+
+    def check(self, names: Sequence[str]) -> None:
+        """Called before the first epoch with the names that epoch logs will have.
+
+        Raises:
+            ValueError: The value that the scheduler watches is not among them.
+        """
+        if self.needs_metric and "val_loss" not in names:
+            raise ValueError(
+                "The scheduler ReduceLROnPlateau watches val_loss, but fit has no eval_data, so that it would never "
+                "move. Write fit(train_data, eval_data), or use the callback "
+                'hapi.callbacks.ReduceLROnPlateau(monitor="loss") instead.'
+            )
 
     def after_step(self) -> None:
         """Called after each optimizer step that really happened."""
@@ -67,8 +76,13 @@ def make_schedule(scheduler: Any, interval: str | None, optimizer: torch.optim.O
     """The schedule of what `prepare` was given: None, a scheduler, or a callable that makes one from the optimizer.
 
     Raises:
-        ValueError: There is no optimizer to schedule.
+        ValueError: There is no optimizer to schedule, or the interval is unknown.
+        TypeError: It is no scheduler.
     """
+    if interval not in (None, "step", "epoch"):
+        raise ValueError(
+            f'scheduler_interval received {interval!r}, which is no unit of training. Write "step" or "epoch".'
+        )
     if scheduler is None:
         return None
     if optimizer is None:
@@ -76,7 +90,7 @@ def make_schedule(scheduler: Any, interval: str | None, optimizer: torch.optim.O
             f"scheduler received {scheduler!r:.80} without an optimizer, so there is no learning rate to move. "
             "Write prepare(optimizer, loss, scheduler=...)."
         )
-    if not hasattr(scheduler, "step") and callable(scheduler):
+    if isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step")):
         scheduler = scheduler(optimizer)
     return Schedule(scheduler, interval, optimizer)
 

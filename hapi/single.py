@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 def train_batch(engine: Engine, inputs: Any, labels: Any, update: bool) -> dict[str, float]:
     """See `Model.train_batch`."""
+    if engine.prepared.optimizer is None:
+        raise ValueError(
+            "train_batch was called without an optimizer, so nothing would move the weights. "
+            "Write model.prepare(torch.optim.Adam(model.parameters(), lr=1e-3), loss) before it."
+        )
     stepper = engine.ready()
     placed, placed_labels, size = _placed(engine, stepper, inputs, labels)
     # What other ranks, or further calls without an update, bring is not known: their weights travel with the gradients.

@@ -1,0 +1,160 @@
+"""Inference programs: what they compute is what predict computes."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hapi
+from hapi import export
+from hapi.datasets import FashionMNIST
+
+EIGHT = torch.rand(8, 4)
+
+
+def run(path: Path, *args: Any, **kwargs: Any) -> Any:
+    return torch.export.load(path).module()(*args, **kwargs)
+
+
+def images() -> torch.Tensor:
+    data = FashionMNIST(sample=True)
+    return torch.stack([torch.as_tensor(data[index][0]) for index in range(7)])
+
+
+def convolutional() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.5),
+        nn.Linear(4 * 13 * 13, 10),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained() -> hapi.Model:
+    network = convolutional()
+    model = hapi.Model(network).prepare(torch.optim.SGD(network.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    model.fit(FashionMNIST(sample=True), num_iters=2, verbose=0)
+    return model
+
+
+def test_program_gives_the_predictions_of_real_images(trained: hapi.Model, tmp_path: Path) -> None:
+    trained.export(tmp_path / "net.pt2")
+    assert [path.name for path in tmp_path.iterdir()] == ["net.pt2"]
+    program = torch.export.load(tmp_path / "net.pt2").module()
+    samples = images()
+    for batch in (samples[:1], samples, torch.cat([samples] * 9)):
+        expected = trained.predict(batch, verbose=0)
+        assert expected.shape == (len(batch), 10)
+        assert torch.allclose(program(batch), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_save_without_training_state(trained: hapi.Model, tmp_path: Path) -> None:
+    trained.save(tmp_path / "deep" / "net", training=False)
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["net.pt2"]
+    samples = images()
+    assert torch.allclose(run(tmp_path / "deep" / "net.pt2", samples), trained.predict(samples, verbose=0), atol=1e-5)
+
+
+def test_the_network_is_left_as_it_was(trained: hapi.Model, tmp_path: Path) -> None:
+    network = trained.network
+    network[5].eval()  # frozen by the user
+    modes = [module.training for module in network.modules()]
+    state = {key: value.clone() for key, value in network.state_dict().items()}
+    draws = torch.get_rng_state()
+    trained.export(tmp_path / "net.pt2")
+    assert [module.training for module in network.modules()] == modes
+    assert all(torch.equal(value, state[key]) for key, value in network.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), draws)
+    network[5].train()
+
+
+class Several(nn.Module):
+    """Two inputs of different batch shapes, a nest of outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 3)
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, tokens: torch.Tensor, features: torch.Tensor) -> Any:
+        joint = self.embed(tokens).mean(1) + self.linear(features)
+        return {"joint": joint, "pair": (joint.sum(1), tokens)}
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_several_inputs_and_outputs(tmp_path: Path, by_name: bool) -> None:
+    tokens, features = torch.randint(0, 10, (7, 5)), torch.rand(7, 4)
+    model = hapi.Model(Several(), inputs=None if by_name else 2)
+    data: Any = {"features": features, "tokens": tokens} if by_name else (tokens, features)
+    expected = model.predict(data, verbose=0)
+    model.export(tmp_path / "net.pt2")
+    found = run(tmp_path / "net.pt2", **data) if by_name else run(tmp_path / "net.pt2", *data)
+    assert torch.allclose(found["joint"], expected["joint"])
+    assert torch.allclose(found["pair"][0], expected["pair"][0])
+    assert torch.equal(found["pair"][1], tokens)
+
+
+@pytest.mark.parametrize("example", [EIGHT, EIGHT[:1], [EIGHT], {"input": EIGHT}, EIGHT.numpy()])
+def test_examples(tmp_path: Path, example: Any) -> None:
+    network = nn.Linear(4, 3)
+    hapi.Model(network).export(str(tmp_path / "net.pt2"), example)
+    inputs = {"input": EIGHT} if isinstance(example, dict) else {}
+    found = run(tmp_path / "net.pt2", **inputs) if inputs else run(tmp_path / "net.pt2", EIGHT)
+    assert torch.allclose(found, network(EIGHT))
+
+
+def test_the_last_batch_seen_is_the_example(tmp_path: Path) -> None:
+    network = nn.Linear(4, 3)
+    model = hapi.Model(network).prepare(loss=nn.CrossEntropyLoss())
+    for see in (model.predict_batch, lambda x: model.evaluate((x, torch.zeros(len(x), dtype=torch.int64)), verbose=0)):
+        see(EIGHT)
+        model.export(tmp_path / "net.pt2")
+        assert torch.allclose(run(tmp_path / "net.pt2", EIGHT[:3]), network(EIGHT[:3]))
+
+
+@pytest.mark.parametrize("path", ["net", "net.pt", "net.onnx.txt"])
+def test_an_ending_that_names_no_format(tmp_path: Path, path: str) -> None:
+    with pytest.raises(ValueError, match=r'"x\.pt2" for torch\.export or "x\.onnx"'):
+        hapi.Model(nn.Linear(4, 3)).export(tmp_path / path, EIGHT)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_an_example(tmp_path: Path) -> None:
+    for call in (
+        lambda model: model.export(tmp_path / "net.pt2"),
+        lambda model: model.save(tmp_path / "net", training=False),
+    ):
+        with pytest.raises(ValueError, match=r"example_inputs=batch\), or call it after fit"):
+            call(hapi.Model(nn.Linear(4, 3)))
+    with pytest.raises(ValueError, match="Pass a batch as the network's forward takes it"):
+        hapi.Model(nn.Linear(4, 3)).export(tmp_path / "net.pt2", "text")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_onnx_without_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        export.importlib.util, "find_spec", lambda name: None if name in ("onnx", "onnxscript") else find(name)
+    )
+    with pytest.raises(ImportError, match=r'needs onnx and onnxscript.*pip install "torch-hapi\[onnx\]".*\.pt2'):
+        hapi.Model(nn.Linear(4, 3)).export(tmp_path / "net.onnx", EIGHT)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Branches(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+
+def test_a_network_that_cannot_be_traced_leaves_the_older_file(tmp_path: Path) -> None:
+    path = tmp_path / "net.pt2"
+    path.write_text("older")
+    with pytest.raises(Exception, match=r"(?s).+"):
+        hapi.Model(Branches()).export(path, EIGHT)
+    assert path.read_text() == "older"
+    assert [file.name for file in tmp_path.iterdir()] == ["net.pt2"]
