@@ -1,0 +1,114 @@
+"""The workers' log files, and what each worker finds in its environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+
+from hapi.distributed.launch import stub
+from hapi.distributed.launch.console import Output, show
+from hapi.distributed.launch.options import UsageError
+
+_NAME = "workerlog."
+
+
+class WorkerLogs(LogsSpecs):
+    """One file a rank, both streams in it, readable by its owner alone; rank 0's is shown on the console too.
+
+    Args:
+        folder: Where they are. It is made.
+        environment: What every worker gets besides torch's own variables.
+
+    Raises:
+        UsageError: The folder cannot be made or written to.
+    """
+
+    def __init__(self, folder: str, environment: Mapping[str, str]) -> None:
+        super().__init__(folder)
+        self.folder = Path(folder)
+        self._environment = dict(environment)
+        self._output: Output | None = None
+        self.errors = Path(tempfile.mkdtemp(prefix="hapirun-"))
+        self.round = 0
+        """How often the workers have been started before, in this job."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder):
+                pass
+        except OSError as error:
+            self.close()
+            raise UsageError(
+                f"--log_dir {folder} cannot be written to ({error.strerror}), and the workers' output goes there. "
+                "Write --log_dir with another folder."
+            ) from None
+
+    @property
+    def root_log_dir(self) -> str:
+        """Asked for by torch."""
+        return str(self.folder)
+
+    def path(self, rank: int) -> Path:
+        """The log of a rank."""
+        return self.folder / f"{_NAME}{rank}"
+
+    def error_file(self, rank: int) -> Path:
+        """Where a rank of this round leaves its exception."""
+        return self.errors / f"{self.round}.{rank}.json"
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Called by torch before each start of the workers: make the files, complete the environments."""
+        self.stop_showing()
+        for environment in envs.values():
+            rank = int(environment["RANK"])
+            position = self._make(self.path(rank))
+            environment.update(self._environment)
+            environment["TORCHELASTIC_RESTART_COUNT"] = str(self.round)
+            environment[stub.ERROR_FILE] = str(self.error_file(rank))
+            environment[stub.PARENT] = str(os.getpid())
+            environment[stub.LOG] = str(self.path(rank).absolute())
+            if rank == 0:
+                self._output = show(self.path(rank), position)
+                if self._output.target:
+                    environment[stub.CONSOLE] = self._output.target
+        if self.round == 0:
+            self._remove_others(int(envs[0]["WORLD_SIZE"]))
+        # The worker itself opens its log. Until then, what its interpreter has to say about a broken installation
+        # goes to the console. Errors are read by the launcher, not by torch, which knows whole seconds only.
+        return LogsDest(
+            stdouts=dict.fromkeys(envs, os.devnull),
+            stderrs=dict.fromkeys(envs, ""),
+            error_files=dict.fromkeys(envs, os.devnull),
+        )
+
+    def _make(self, path: Path) -> int:
+        fresh = os.O_TRUNC if self.round == 0 else os.O_APPEND
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | fresh, 0o600)
+        os.fchmod(descriptor, 0o600)
+        size = os.fstat(descriptor).st_size
+        os.close(descriptor)
+        return size
+
+    def _remove_others(self, world_size: int) -> None:
+        """Logs of an earlier run with more ranks would be taken for this one's."""
+        for path in self.folder.glob(f"{_NAME}*"):
+            rank = path.name.removeprefix(_NAME)
+            if rank.isdecimal() and int(rank) >= world_size:
+                path.unlink()
+
+    def stop_showing(self) -> None:
+        """Bring the console up to date; rank 0 has ended."""
+        if self._output is not None:
+            self._output.stop()
+            self._output = None
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        """Remove what no one will read."""
+        self.stop_showing()
+        shutil.rmtree(self.errors, ignore_errors=True)

@@ -1,0 +1,108 @@
+"""Launchers started from a process that has imported torch already, so that one costs a tenth of a second."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+_processes = multiprocessing.get_context("forkserver")
+PATIENCE = 90.0
+
+
+class Launch:
+    """One `hapirun`, in a folder of its own: `Launch(tmp_path, script, "--nproc_per_node", "2").wait()`.
+
+    Args:
+        folder: Where it runs. The script is written there as s.py, its log folder is `log`.
+        script: The script's text.
+        options: The command line before the script's name.
+        arguments: After it.
+        environment: Additions to this process's.
+        console: What its stdout is, by default a file.
+    """
+
+    def __init__(self, folder, script, *options, arguments=(), environment=None, console=None):
+        self.folder = Path(folder)
+        (self.folder / "s.py").write_text(textwrap.dedent(script))
+        self._out = str(console or self.folder / "out")
+        command = [*options, "s.py", *arguments]
+        variables = {"CUDA_VISIBLE_DEVICES": "", **(environment or {})}
+        _processes.set_forkserver_preload(["torch", "hapi", "hapi.distributed.launch.run"])
+        self.began = time.time()
+        self._process = _processes.Process(target=_launch, args=(command, str(self.folder), variables, self._out))
+        self._process.start()
+        self.pid = self._process.pid
+
+    def wait(self, timeout=PATIENCE / 2):
+        """The exit code."""
+        self._process.join(timeout)
+        self.seconds = time.time() - self.began
+        if self._process.exitcode is None:
+            self.kill(signal.SIGKILL)
+            raise AssertionError(f"the launcher has not ended in {timeout} s\n{self.out}\n{self.err}")
+        return self._process.exitcode
+
+    def kill(self, number):
+        os.kill(self.pid, number)
+
+    def until(self, name, timeout=PATIENCE):
+        """Wait for a file that the script makes; its text."""
+        path = self.folder / name
+        return eventually(lambda: path.exists() and path.read_text(), timeout, f"{name}\n{self.err}")
+
+    @property
+    def out(self):
+        return Path(self._out).read_bytes().decode()
+
+    @property
+    def err(self):
+        path = self.folder / "err"
+        return path.read_text() if path.exists() else ""
+
+    def log(self, rank):
+        return (self.folder / "log" / f"workerlog.{rank}").read_bytes().decode()
+
+    def since(self, name):
+        """Seconds from a moment that the script wrote into a file to the launcher's end."""
+        return self.began + self.seconds - float((self.folder / name).read_text())
+
+
+def eventually(condition, timeout=PATIENCE, what="it"):
+    until = time.monotonic() + timeout
+    while time.monotonic() < until:
+        if value := condition():
+            return value
+        time.sleep(0.01)
+    raise AssertionError(f"not within {timeout} s: {what}")
+
+
+def is_gone(pid):
+    """Ended; a container's first process may not reap."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def _launch(command, folder, variables, out):
+    os.setsid()
+    os.chdir(folder)
+    os.environ.update(variables)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY
+    for path, number in ((out, 1), ("err", 2)):
+        descriptor = os.open(path, flags, 0o600)
+        os.dup2(descriptor, number)
+    sys.__stderr__ = sys.stderr = os.fdopen(2, "w", closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+
+    from hapi.distributed.launch import main
+
+    code = main(command)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
