@@ -147,7 +147,7 @@ def iterable_loader(
 ) -> DataLoader[Any]:
     """A DataLoader of our own over an iterable data set."""
     return DataLoader(
-        ShardedIterable(dataset, group.get_rank(), group.get_world_size(), seed),
+        ShardedIterable(dataset, group.get_rank(), group.get_world_size(), seed, turn=batch_size),
         batch_size=batch_size,
         num_workers=num_workers,
         drop_last=drop_last,
@@ -174,7 +174,9 @@ def _with_order(loader: DataLoader[Any], sampler: RefillableSampler, batched: bo
 
 
 def _with_shards(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
-    dataset = ShardedIterable(cast(Iterable[Any], loader.dataset), group.get_rank(), group.get_world_size(), seed)
+    dataset = ShardedIterable(
+        cast(Iterable[Any], loader.dataset), group.get_rank(), group.get_world_size(), seed, turn=loader.batch_size or 1
+    )
     copied = _copied(loader, dataset=dataset)
     copied.collate_fn = PositionedCollate(loader.collate_fn, loader.batch_size is not None)
     return copied

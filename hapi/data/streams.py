@@ -127,14 +127,18 @@ class ShardedIterable(IterableDataset[Any]):
     - A `worker_init_fn` has set attributes on it: it shards over workers; the ranks take turns.
     - None of these: every shard walks through all of it, with the same random streams, and takes its turn.
 
+    A turn is a batch: item by item, the batches of a rank would not be those of one process. Turns go over the ranks
+    first, then over workers, as a DataLoader asks its workers: together the ranks' n-th batches are a stretch of the
+    data, whatever the number of workers, and a loader with `drop_last` leaves out the end alone.
+
     Items of a data set that shards itself have position -1: their order is its own. What cannot be watched (a rank read
     from the environment) is said by an attribute `sharded = True`.
     """
 
     dataset: Any
 
-    def __init__(self, dataset: Iterable[Any], rank: int, world_size: int, seed: int) -> None:
-        own = {"dataset": dataset, "_rank": rank, "_world_size": world_size, "_seed": seed}
+    def __init__(self, dataset: Iterable[Any], rank: int, world_size: int, seed: int, turn: int) -> None:
+        own = {"dataset": dataset, "_rank": rank, "_world_size": world_size, "_seed": seed, "_turn": turn}
         self.__dict__.update(own, _passes=0, _set_up_by_worker=False)
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
@@ -145,7 +149,7 @@ class ShardedIterable(IterableDataset[Any]):
             return self._in_turns(iter(self.dataset), self._rank, self._world_size, ordered=False)
         info = torch_worker.get_worker_info()
         workers, worker = (info.num_workers, info.id) if info is not None else (1, 0)
-        shards, shard = self._world_size * workers, self._rank * workers + worker
+        shards, shard = self._world_size * workers, worker * self._world_size + self._rank
         with group.watched_rank() as asked:
             shown = _WatchedInfo(shard, shards, self.dataset)
             items = self._watched(shown)
@@ -161,7 +165,7 @@ class ShardedIterable(IterableDataset[Any]):
         return self._in_turns(whole, shard, shards, ordered=not asked.was_read or self._world_size == 1)
 
     def _in_turns(self, items: Iterator[Any], shard: int, shards: int, ordered: bool) -> Iterator[tuple[int, Any]]:
-        return ((n if ordered else -1, item) for n, item in enumerate(items) if n % shards == shard)
+        return ((n if ordered else -1, item) for n, item in enumerate(items) if n // self._turn % shards == shard)
 
     def _watched(self, shown: _WatchedInfo) -> Iterator[Any]:
         """The items, with the watched info in the place of torch's, and common random streams, while they are made."""
@@ -193,7 +197,7 @@ class ShardedIterable(IterableDataset[Any]):
             self.__dict__["_set_up_by_worker"] = True
 
     def __reduce__(self) -> Any:
-        return ShardedIterable, (self.dataset, self._rank, self._world_size, self._seed)
+        return ShardedIterable, (self.dataset, self._rank, self._world_size, self._seed, self._turn)
 
 
 class PositionedCollate:

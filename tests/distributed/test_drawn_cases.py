@@ -1,0 +1,139 @@
+"""W processes give the numbers of one: drawn worlds, sizes, kinds of data, losses and ways of training."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import drawn_cases as drawn
+import pytest
+import torch
+from drawn_cases import LOADERS, MAP_STYLE, STREAMS, Case, Result
+from ranks import alone
+
+SEED = int(os.environ.get("HAPI_TEST_SEED", "1"))
+CASES = int(os.environ.get("HAPI_TEST_CASES", "520"))
+PER_TEST = 40
+
+close = pytest.approx
+
+
+@pytest.mark.parametrize("first", range(0, CASES, PER_TEST))
+def test_drawn_cases(ranks, first):
+    failures = []
+    for number in range(first, min(CASES, first + PER_TEST)):
+        case = drawn.draw(SEED, number)
+        try:
+            check(case, ranks(case.world).run(drawn.run, case))
+        except AssertionError as failure:
+            failures.append(f"{case}\n{failure}")
+    assert not failures, f"{len(failures)} cases (HAPI_TEST_SEED={SEED}):\n" + "\n\n".join(failures[:5])
+
+
+def test_every_kind_and_loss_is_drawn_at_every_world_size():
+    cases = [drawn.draw(SEED, number) for number in range(CASES)]
+    kinds = Counter((case.kind, case.world) for case in cases)
+    assert all(kinds[kind, world] for kind in drawn.KINDS if kind not in drawn.SLOW_KINDS for world in (2, 3, 4))
+    assert all(any(kinds[kind, world] for world in (2, 3, 4)) for kind in drawn.SLOW_KINDS)
+    assert {case.loss for case in cases} == set(drawn.LOSSES)
+    assert any(case.samples < case.world for case in cases)
+
+
+def check(case: Case, results: list[Result]) -> None:
+    first = results[0]
+    for other in results[1:]:
+        assert other.evaluated == first.evaluated, "evaluate: other floats on another rank"
+        assert other.history == first.history, "History: other floats on another rank"
+        assert all(map(torch.equal, other.weights, first.weights)), "other weights on another rank"
+        assert torch.equal(other.predicted, first.predicted), "other predictions on another rank"
+    check_passes(case, results)
+    check_training(case, results)
+    if case.kind not in OWN_ORDER and not (case.kind in STREAMS and case.drop_last):
+        check_against_one_process(case, results, alone(drawn.run, case, True))
+
+
+def check_passes(case: Case, results: list[Result]) -> None:
+    """Evaluation and prediction: each sample once, exact values, the data set's order."""
+    first = results[0]
+    numbers = drawn.flat(drawn.union(results, "eval", 0))
+    expected = drawn.expected_numbers(case)
+    whole = expected is None or ("loader" in case.kind and case.drop_last)
+    assert whole or sorted(numbers) == expected, f"evaluate saw {sorted(numbers)}"
+    loss, squares, _ = drawn.once(case, first.start, numbers)
+    assert first.evaluated.get("loss") == (None if loss is None else close(loss, rel=1e-5, abs=1e-6))
+    assert first.evaluated["square"] == close(squares, rel=1e-5)
+    seen = drawn.flat(drawn.union(results, "predict", 0))
+    assert whole or sorted(seen) == expected, f"predict saw {sorted(seen)}"
+    _, _, outputs = drawn.once(case, first.start, sorted(seen))
+    got = first.predicted
+    assert got.shape == outputs.shape
+    assert torch.allclose(torch.sort(got, 0).values, torch.sort(outputs, 0).values, atol=1e-5)
+    if case.kind in ORDER:
+        _, _, in_order = drawn.once(case, first.start, ORDER[case.kind](case))
+        assert torch.allclose(got, in_order[: len(got)], atol=1e-5), "predictions in another order"
+        assert torch.allclose(torch.cat(first.in_batches), got, atol=1e-6), "batches in another order"
+    if case.kind in MAP_STYLE:
+        sizes = [len(batch) for batch in first.in_batches]
+        assert sizes == [min(case.batch, len(got) - done) for done in range(0, len(got), case.batch)]
+
+
+OWN_ORDER = ("iterable sharding workers", "iterable sharding ranks", "iterable loader", "loader distributed")
+"""Kinds that one process cannot follow: who gets what is the data's own business, or a batch is a loader's."""
+
+ORDER = {
+    **{
+        kind: (lambda case: list(range(case.samples)))
+        for kind in ("columns", "arrays", "dict", "tensor dataset", "dataset", "workers", "loader", "batches",
+                     "loader batch sampler", "iterable", "iterable workers")
+    },
+    "subset": drawn.chosen,
+    "subset of dataset": drawn.chosen,
+    "loader sampler": lambda case: list(reversed(range(case.samples))),
+}  # fmt: skip
+"""Kinds whose order is fixed: the numbers of the predictions' rows."""
+
+
+def check_training(case: Case, results: list[Result]) -> None:
+    """Each sample once per epoch; losses and weights are those of a plain loop over the union of the ranks' samples."""
+    first = results[0]
+    epochs = [drawn.union(results, "train", epoch) for epoch in range(len(first.history["square"]))]
+    expected = drawn.expected_numbers(case)
+    limit = case.num_iters
+    for steps in epochs:
+        numbers = sorted(drawn.flat(steps))
+        limit = limit - len(steps) if limit is not None else None
+        if expected is not None and limit != 0 and not case.drop_last:
+            assert numbers == expected, f"an epoch saw {numbers}"
+        elif expected is not None:
+            assert not Counter(numbers) - Counter(expected), f"an epoch saw {numbers}"
+    followed = drawn.follow(case, first.start, epochs)
+    assert first.history["square"] == close(followed.squares, rel=2e-5)
+    losses = [loss for loss in followed.losses if loss is not None]
+    assert first.history.get("loss", []) == close(losses, rel=2e-5, abs=1e-6)
+    for got, wanted in zip(first.weights, followed.weights, strict=True):
+        assert torch.allclose(got, wanted, atol=1e-5), f"weights are off by {float((got - wanted).abs().max()):.2g}"
+
+
+def check_against_one_process(case: Case, results: list[Result], one: Result) -> None:
+    """The same evaluation, predictions and order; the same run where hapi decides about batches."""
+    first = results[0]
+    assert first.evaluated == close(one.evaluated, rel=1e-5, abs=1e-6)
+    assert torch.allclose(first.predicted, one.predicted, atol=1e-5), "other predictions than one process"
+    for epoch in range(len(first.history["square"])):
+        alone_steps = drawn.union([one], "train", epoch)
+        if case.kind in LOADERS:
+            dealt = {
+                step * case.world + rank: numbers
+                for rank, result in enumerate(results)
+                for (phase, seen_epoch, step), numbers in result.seen.items()
+                if (phase, seen_epoch) == ("train", epoch)
+            }
+            assert dealt == dict(enumerate(alone_steps[: len(dealt)])), f"other batches in epoch {epoch}"
+        else:
+            assert drawn.union(results, "train", epoch) == alone_steps, f"other samples per step in epoch {epoch}"
+    if case.kind not in LOADERS:
+        assert first.history.keys() == one.history.keys()
+        for name, values in first.history.items():
+            assert values == close(one.history[name], rel=2e-5, abs=1e-6), f"History: other {name} than one process"
+        for got, wanted in zip(first.weights, one.weights, strict=True):
+            assert torch.allclose(got, wanted, atol=1e-5), "other weights than one process"
