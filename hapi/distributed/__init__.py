@@ -8,6 +8,7 @@ from hapi.distributed.env import ParallelEnv
 from hapi.distributed.group import barrier, get_rank, get_world_size, is_initialized
 from hapi.distributed.group import start as init_parallel_env
 from hapi.distributed.sampler import DistributedBatchSampler
+from hapi.distributed.spawn import spawn
 
 __all__ = [
     "DataParallel",
@@ -19,4 +20,5 @@ __all__ = [
     "get_world_size",
     "init_parallel_env",
     "is_initialized",
+    "spawn",
 ]

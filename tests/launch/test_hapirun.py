@@ -115,7 +115,9 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path, fault, co
 
 
 def test_a_rank_that_will_not_stop_is_ended_with_its_children(tmp_path):
-    script = WAITING + """
+    script = (
+        WAITING
+        + """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if rank == "0":
         child = "import os, time; open('child', 'w').write(str(os.getpid())); time.sleep(60)"
@@ -127,6 +129,7 @@ def test_a_rank_that_will_not_stop_is_ended_with_its_children(tmp_path):
     open("fault", "w").write(str(time.time()))
     sys.exit(9)
     """
+    )
     launch = Launch(tmp_path, script, *TWO, "--grace", "1")
     assert launch.wait() == 9
     assert 0.9 < launch.since("fault") < 4.0
@@ -134,7 +137,9 @@ def test_a_rank_that_will_not_stop_is_ended_with_its_children(tmp_path):
     assert eventually(lambda: is_gone(int(launch.until("child"))), 2)
 
 
-SAVING = WAITING + """
+SAVING = (
+    WAITING
+    + """
     def save(number, frame):
         time.sleep(0.3)
         open(f"saved{rank}", "w").write(str(number))
@@ -145,6 +150,7 @@ SAVING = WAITING + """
     while True:
         time.sleep(0.05)
 """
+)
 
 
 @pytest.mark.parametrize(
@@ -167,11 +173,14 @@ def test_a_signal_is_passed_on_and_the_ranks_may_save(tmp_path, number, code):
 
 
 def test_a_second_ctrl_c_does_not_wait(tmp_path):
-    script = WAITING + """
+    script = (
+        WAITING
+        + """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     open(f"ready{rank}", "w").write("x")
     time.sleep(60)
     """
+    )
     launch = Launch(tmp_path, script, *TWO)
     [launch.until(f"ready{rank}") for rank in range(2)]
     launch.kill(signal.SIGINT)
@@ -184,10 +193,13 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path):
 
 
 def test_ranks_do_not_outlive_a_killed_launcher(tmp_path):
-    script = WAITING + """
+    script = (
+        WAITING
+        + """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(60)
     """
+    )
     launch = Launch(tmp_path, script, *TWO)
     pids = [int(launch.until(f"pid{rank}")) for rank in range(2)]
     launch.kill(signal.SIGKILL)

@@ -55,7 +55,7 @@ def test_every_option_has_its_place():
         ("--nproc_per_node two train.py", "'two'"),
         ("--nproc_per_node", "no value"),
         ("--gpus 0,0 train.py", "different cards"),
-        ("--gpus 0,,1 train.py", "empty entry"),
+        ("--ips a,,b train.py", "empty entry"),
         ("--gpus a train.py", "0,1"),
         ("--grace soon train.py", "'soon'"),
         ("--grace -1 train.py", "seconds"),
@@ -85,10 +85,10 @@ def test_help(capsys):
     assert "--max_restart" in capsys.readouterr().out
 
 
-def options(line):
-    parsed = parse([*line.split(), "train.py"])
-    assert parsed is not None
-    return parsed
+def place_for(line, count):
+    options = parse([*line.split(), "train.py"])
+    assert options is not None
+    return place(options.devices, options.processes, count=count)
 
 
 @pytest.mark.parametrize(
@@ -104,22 +104,22 @@ def options(line):
     ],
 )
 def test_cards(line, count, processes, visible):
-    placement = place(options(line), count)
+    placement = place_for(line, count)
     assert placement.processes == processes
     assert placement.environment.get("CUDA_VISIBLE_DEVICES") == visible
 
 
 def test_cards_among_those_that_are_visible(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5")
-    assert place(options("--gpus 1"), 2).environment == {"CUDA_VISIBLE_DEVICES": "GPU-5"}
-    with pytest.raises(UsageError, match=r"card 2, but .* 2 card.*within CUDA_VISIBLE_DEVICES=4,GPU-5.*up to 1"):
-        place(options("--gpus 0,2"), 2)
+    assert place_for("--gpus 1", 2).environment == {"CUDA_VISIBLE_DEVICES": "GPU-5"}
+    with pytest.raises(UsageError, match=r"card 2 is not there.* 2 card.*within CUDA_VISIBLE_DEVICES=4,GPU-5.*up to 1"):
+        place_for("--gpus 0,2", 2)
 
 
 @pytest.mark.parametrize("line", ["--nproc_per_node 3", "--nproc_per_node 3 --gpus 0,1"])
 def test_processes_without_a_card_of_their_own(line):
     with pytest.raises(UsageError, match=r"does not go with 2 card.*--gpus cpu"):
-        place(options(line), 2)
+        place_for(line, 2)
 
 
 def test_threads():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from hapi.distributed.launch.options import Options, UsageError
+from hapi.distributed.launch.options import UsageError, as_option
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -20,44 +20,51 @@ class Placement(NamedTuple):
     """For the start table."""
 
 
-def place(options: Options, count: int | None = None) -> Placement:
+def place(
+    asked: Sequence[str] | None,
+    processes: int | None,
+    *,
+    count: int | None = None,
+    default: int = 1,
+    write: Callable[[str, object], str] = as_option,
+) -> Placement:
     """Decide on the number of workers and on the cards that all of them see. LOCAL_RANK indexes these.
 
     Args:
-        options: What was asked for.
+        asked: The cards, () for none; None: all that there are.
+        processes: How many workers; None: one a card.
         count: How many accelerators this host shows now; None: ask torch.
+        default: The number of workers where nothing was asked for and there is no card.
+        write: How the caller's user writes a setting.
 
     Raises:
         UsageError: A card is not there, or workers and cards do not go together.
     """
     count = _accelerators() if count is None else count
-    asked = options.devices
-    if asked == () or count == 0:
-        return _on_cpu(options, count)
+    if count == 0 or (asked is not None and not asked):
+        return _on_cpu(asked or (), processes or len(asked or ()) or default, count)
     shown = os.environ.get(_VISIBLE, "").split(",") if os.environ.get(_VISIBLE) else [str(i) for i in range(count)]
     cards = list(range(count)) if asked is None else [int(card) for card in asked]
     missing = [card for card in cards if card >= min(count, len(shown))]
     if missing:
         within = f" within {_VISIBLE}={os.environ[_VISIBLE]}" if os.environ.get(_VISIBLE) else ""
         raise UsageError(
-            f"--gpus {','.join(map(str, cards))} names card {missing[0]}, but this host shows {count} card(s), "
-            f"numbered from 0{within}. "
-            f"Write numbers up to {count - 1}, or --gpus cpu."
+            f"{write('gpus', ','.join(map(str, cards)))}, where card {missing[0]} is not there: this host shows "
+            f"{count} card(s), numbered from 0{within}. Write numbers up to {count - 1}, or {write('gpus', 'cpu')}."
         )
-    processes = options.processes or len(cards)
+    processes = processes or len(cards)
     # One process may drive several cards (model parallelism).
     if processes not in (1, len(cards)):
         raise UsageError(
-            f"--nproc_per_node {processes} does not go with {len(cards)} card(s): each process has one of its own. "
-            f"Write --nproc_per_node {len(cards)}, name other cards by --gpus, or write --gpus cpu."
+            f"{write('nproc_per_node', processes)}, which does not go with {len(cards)} card(s): each process has one "
+            f"of its own. Write {write('nproc_per_node', len(cards))}, name other cards, or write "
+            f"{write('gpus', 'cpu')}."
         )
     environment = {} if asked is None else {_VISIBLE: ",".join(shown[card] for card in cards)}
     return Placement(processes, environment, "cards " + ",".join(map(str, cards)))
 
 
-def _on_cpu(options: Options, count: int) -> Placement:
-    asked = options.devices or ()
-    processes = options.processes or len(asked) or 1
+def _on_cpu(asked: Sequence[str], processes: int, count: int) -> Placement:
     environment = {_VISIBLE: ""} if count else {}
     absent = f" (--gpus {','.join(asked)}: this host shows no card)" if asked else ""
     return Placement(processes, environment, f"CPU{absent}")

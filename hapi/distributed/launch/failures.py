@@ -94,7 +94,7 @@ def read_error(path: Path) -> Mapping[str, Any] | None:
             return {"message": message, "type": "", "traceback": message, "time": path.stat().st_mtime}
         extra = message["extraInfo"]
         time = float(extra.get("time", path.stat().st_mtime))
-        kind = str(message.get("type", ""))
+        kind = str(message.get("type") or message["message"].partition(":")[0])
         return {"message": message["message"], "type": kind, "traceback": extra["py_callstack"], "time": time}
     except FileNotFoundError:
         return None
@@ -141,7 +141,7 @@ def describe(first: Failure, failures: Sequence[Failure], already_shown: bool) -
     alike = sorted(f.rank for f in failures if f.message and f.message == first.message and f.rank != first.rank)
     if first.traceback and already_shown:
         lines.append("Its traceback stands above.")
-    elif first.traceback:
+    elif first.traceback.strip() != first.message:
         lines.append(first.traceback.rstrip())
     elif first.tail and not already_shown:
         lines += [f"The last lines of {first.log}:", *(f"  {line}" for line in first.tail.splitlines())]

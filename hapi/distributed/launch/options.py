@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 HELP = """\
@@ -138,7 +138,7 @@ def _options(given: dict[str, str], word: str, rest: list[str]) -> Options:
         script,
         is_module,
         tuple(arguments),
-        devices=_devices(given.get("devices")),
+        devices=parse_devices(given.get("devices")),
         processes=_whole("--nproc_per_node", given.get("processes"), least=1),
         ips=tuple(_list("--ips", given["ips"])) if "ips" in given else (),
         min_nodes=min_nodes,
@@ -196,14 +196,27 @@ def _nodes(text: str) -> tuple[int, int]:
     return least, most
 
 
-def _devices(text: str | None) -> tuple[str, ...] | None:
+def as_option(name: str, value: object) -> str:
+    """How a setting is written on the command line."""
+    return f"--{name} {value}"
+
+
+def parse_devices(text: str | None, write: Callable[[str, object], str] = as_option) -> tuple[str, ...] | None:
+    """A list of cards; () for none, None where nothing was said.
+
+    Raises:
+        UsageError: It is something else.
+    """
     if text is None:
         return None
     if text == "cpu":
         return ()
-    ids = _list("--gpus", text)
+    ids = [part.strip() for part in text.split(",")]
     if not all(card.isdecimal() for card in ids) or len(set(ids)) < len(ids):
-        raise UsageError(f"--gpus {text} is not a list of different cards. Write their numbers, such as 0,1, or cpu.")
+        raise UsageError(
+            f"{write('gpus', text)}, which is not a list of different cards. "
+            f"Write {write('gpus', '0,1')} or {write('gpus', 'cpu')}."
+        )
     return tuple(ids)
 
 

@@ -27,7 +27,7 @@ def run(options: Options) -> int:
     Raises:
         UsageError: This host cannot do what was asked for; nothing was started.
     """
-    placement = place(options)
+    placement = place(options.devices, options.processes)
     job_id = options.job_id or uuid.uuid4().hex[:8]
     logs = WorkerLogs(options.log_dir, _environment(placement))
     _quieten_torch()

@@ -116,17 +116,23 @@ def _call(folder: str) -> None:
     function, arguments = pickle.loads(parent["call"])
     result = function(*arguments)
     rank = os.environ["RANK"]
-    _write_whole(os.path.join(folder, f"{rank}.{RESULT}"), parent_pickle(parent, result))
+    _write_whole(os.path.join(folder, f"{rank}.{RESULT}"), _pickled(result, parent["by_value"]))
 
 
-def parent_pickle(parent: Mapping[str, Any], result: Any) -> bytes:
+def _pickled(result: Any, by_value: bool) -> bytes:
     """Pickle a result in the way in which the function came."""
-    if not parent["by_value"]:
-        return pickle.dumps(result)
-    import cloudpickle
+    try:
+        if not by_value:
+            return pickle.dumps(result)
+        import cloudpickle
 
-    pickled: bytes = cloudpickle.dumps(result)
-    return pickled
+        pickled: bytes = cloudpickle.dumps(result)
+        return pickled
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"The function returned {type(result).__name__}, which cannot be sent to the process that called spawn: "
+            f"{error}. Return numbers, texts, tensors, or lists and dicts of these."
+        ) from None
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ class Worker:
     process: subprocess.Popen[bytes]
     error_file: Path
     log: Path | None = None
+    result: Path | None = None
+    """What it leaves when it has done its work, None where its exit code alone says that."""
     died: float | None = None
     notes: tuple[str, ...] = ()
 
@@ -46,6 +48,13 @@ class Worker:
     def has_raised(self) -> bool:
         """Whether an exception has ended its program, though the process may linger."""
         return self.error_file.exists()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended badly, or is about to."""
+        code = self.code
+        left_early = code == 0 and self.result is not None and not self.result.exists()
+        return left_early or code not in (None, 0) or self.has_raised
 
 
 class Watch:
@@ -89,7 +98,7 @@ class Watch:
 
     def has_failed(self) -> bool:
         """Whether one has ended badly, or is about to."""
-        return any(worker.has_raised or (worker.code or 0) != 0 for worker in self.workers)
+        return any(worker.has_failed for worker in self.workers)
 
     def settle(self) -> None:
         """Wait for the moment in which the others show the same failure, or its true cause."""
@@ -123,7 +132,7 @@ class Watch:
         while self.running() and time.monotonic() < until and not hurry():
             time.sleep(_BLINK)
         for worker in self.workers:
-            if worker in told or (worker.code or 0) != 0:
+            if worker in told or worker.has_failed:
                 # Its session, where children outlive it; the number is not reused while one does.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(worker.process.pid, signal.SIGKILL)
@@ -138,10 +147,11 @@ class Watch:
             error, code = read_error(worker.error_file), worker.code or 0
             died = worker.died or time.time()
             after = self._told is not None and died > self._told
-            if (code == 0 and error is None) or (after and was_caused(error)):
+            if not worker.has_failed or (after and was_caused(error)):
                 continue
             if error is not None and code <= 0:
                 code = 1
+            early = ("It ended before its function returned.",) if code == 0 else ()
             found.append(
                 Failure(
                     rank=worker.rank,
@@ -152,7 +162,7 @@ class Watch:
                     traceback=error["traceback"] if error else "",
                     log=str(worker.log or ""),
                     tail=tail_of(worker.log),
-                    notes=notes,
+                    notes=(*early, *notes),
                 )
             )
         return found
