@@ -87,10 +87,15 @@ class FitOptions:
             raise ValueError(f'nan_policy received {self.nan_policy!r}, which is unknown. Write "stop" or "ignore".')
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise TypeError(f"seed received {self.seed!r}, which is not a whole number. Write seed=0, or leave it out.")
-        if self.resume not in (None, False):
+        if self.resume is not None and not isinstance(self.resume, bool | str | PathLike):
+            raise TypeError(
+                f"resume received {self.resume!r}, of type {type(self.resume).__name__}, which names no checkpoint. "
+                'Write resume=True for the newest in save_dir, or the path of one, resume="checkpoints/3".'
+            )
+        if self.resume is True and self.save_dir is None:
             raise ValueError(
-                f"resume={self.resume!r} was asked for, which this version of hapi cannot do yet: a run begins at its "
-                "start. Load the weights by model.load(path), and leave resume out."
+                "resume=True was given without save_dir, so there is no folder to look for checkpoints in. "
+                'Write fit(..., save_dir="checkpoints", resume=True), or resume="checkpoints/3".'
             )
 
 

@@ -110,34 +110,43 @@ def read_weights(path: str | Path) -> Weights:
     return Weights(source, loaded, metadata.get("hapi", {}).get("id"))
 
 
-def put_weights(weights: Weights, network: nn.Module, skip_mismatch: bool) -> list[str]:
-    """Put weights into the network.
+def differences(weights: Weights, network: nn.Module, skip_mismatch: bool) -> list[str]:
+    """What of the weights does not fit the network, one line a kind.
 
     Args:
         weights: What `read_weights` gave.
-        network: Where to, on whatever device it is.
-        skip_mismatch: Leave out missing, unexpected and wrongly shaped entries, and name them in a warning.
-
-    Returns:
-        What was skipped, one line a kind.
+        network: Where they are to go.
+        skip_mismatch: Missing, unexpected and wrongly shaped entries may be left out.
 
     Raises:
-        ValueError: The weights are of another network, and `skip_mismatch` is False.
+        ValueError: There are differences, and `skip_mismatch` is False.
     """
     expected = network.state_dict()
     state = _unwrapped_names(weights.state, expected)
-    fitting = {key: value for key, value in state.items() if key in expected and _fits(value, expected[key])}
-    problems = _differences(state, expected, fitting)
+    problems = _differences(state, expected)
     if problems and not skip_mismatch:
         raise ValueError(
             f"{weights.source} is of another network: {'; '.join(problems)}. "
             "Build the network that was saved, or pass skip_mismatch=True to load what fits."
         )
-    if problems:
-        loaded = f"loaded {len(fitting)} of {len(expected)} entries"
-        warnings.warn(f"{weights.source}: {loaded}. Skipped: {'; '.join(problems)}", stacklevel=3)
-    network.load_state_dict(fitting, strict=False)
     return problems
+
+
+def put_weights(weights: Weights, network: nn.Module, skipped: list[str]) -> None:
+    """Put the weights that fit into the network, on whatever device it is.
+
+    Args:
+        weights: What `read_weights` gave.
+        network: Where to.
+        skipped: What `differences` gave; named in a warning.
+    """
+    expected = network.state_dict()
+    state = _unwrapped_names(weights.state, expected)
+    fitting = {key: value for key, value in state.items() if key in expected and _fits(value, expected[key])}
+    if skipped:
+        loaded = f"loaded {len(fitting)} of {len(expected)} entries"
+        warnings.warn(f"{weights.source}: {loaded}. Skipped: {'; '.join(skipped)}", stacklevel=4)
+    network.load_state_dict(fitting, strict=False)
 
 
 def read_training(path: str | Path, identity: str | None) -> dict[str, Any] | None:
@@ -161,6 +170,29 @@ def read_training(path: str | Path, identity: str | None) -> dict[str, Any] | No
             "Load another checkpoint, or pass reset_optimizer=True to load the weights alone."
         )
     return content
+
+
+def newest(folder: str | Path) -> tuple[str | None, list[str]]:
+    """The newest whole checkpoint of a folder.
+
+    Returns:
+        Its path without ending, None if there is none; and what was newer but not whole, a line each with the reason.
+    """
+    candidates = [
+        path
+        for path in Path(folder).glob("*.pt")
+        if not path.name.endswith(".opt.pt") and not path.name.startswith(".")
+    ]
+    passed_over: list[str] = []
+    for path in sorted(candidates, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        try:
+            weights = read_weights(path)
+            if read_training(path, weights.identity) is None:
+                raise ValueError(f"{path} has no {training_path(path).name} beside it: the pair is not whole.")
+            return str(path.with_suffix("")), passed_over
+        except (ValueError, OSError) as error:
+            passed_over.append(str(error))
+    return None, passed_over
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -214,13 +246,13 @@ def _fits(value: Any, expected: Any) -> bool:
     return not isinstance(value, torch.Tensor) and not isinstance(expected, torch.Tensor)
 
 
-def _differences(state: Mapping[str, Any], expected: Mapping[str, Any], fitting: Mapping[str, Any]) -> list[str]:
+def _differences(state: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
     missing = [key for key in expected if key not in state]
     unexpected = [key for key in state if key not in expected]
     shapes = [
         f"{key} ({_shape(state[key])} in the file, {_shape(expected[key])} in the network)"
         for key in state
-        if key in expected and key not in fitting
+        if key in expected and not _fits(state[key], expected[key])
     ]
     named = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
     return [f"{kind}: {', '.join(keys)}" for kind, keys in named.items() if keys]

@@ -125,7 +125,7 @@ def label_range(lowest: int, highest: int, classes: int, ignored: int | None) ->
         )
 
 
-def same_shape(loss: Any, outputs: Any, labels: Any) -> None:
+def element_labels(loss: Any, outputs: Any, labels: Any) -> None:
     """Outputs and labels of a loss that compares elements. Reads the labels' values where they are probabilities.
 
     Raises:

@@ -13,6 +13,7 @@ from hapi import checkpoint, checks, setup
 from hapi.batch import Inputs, Splitter, map_tensors
 from hapi.callbacks.base import CallbackList
 from hapi.data import Feed
+from hapi.distributed import group
 from hapi.step import Prepared, StepFunction, Stepper
 
 
@@ -79,7 +80,7 @@ class Engine:
         objective = self.prepared.objective
         if not self._first_batch_seen:
             self._first_batch_seen = True
-            checks.same_shape(objective.module, outputs, labels)
+            checks.element_labels(objective.module, outputs, labels)
             if objective.classifies:
                 checks.class_labels(labels, outputs)
                 if self._label_span is not None:
@@ -126,9 +127,14 @@ class Engine:
             "loss": _state_of(prepared.objective.module),
             "optimizer": _state_of(prepared.optimizer),
             "scheduler": _state_of(prepared.schedule.scheduler if prepared.schedule else None),
-            "scaler": _state_of(prepared.scaler),
+            "scaler": prepared.scaler_state or _state_of(prepared.scaler),
             "counters": counters,
-            "position": {"seed": self.seed},
+            "position": {
+                "seed": self.seed,
+                "world_size": group.get_world_size(),
+                "threads": torch.get_num_threads(),
+                "form": None if self._stepper is None else self._stepper.form,
+            },
             "callbacks": self.running[0].state_dict() if self.running else {},
         }
 
@@ -141,7 +147,10 @@ class Engine:
             checkpoint.load_optimizer(prepared.optimizer, state["optimizer"])
         if prepared.schedule is not None and state["scheduler"] is not None:
             prepared.schedule.scheduler.load_state_dict(state["scheduler"])
-        prepared.scaler_state = state["scaler"]
+        if prepared.scaler is not None and state["scaler"]:
+            prepared.scaler.load_state_dict(state["scaler"])
+        elif prepared.scaler is None:
+            prepared.scaler_state = state["scaler"]
 
 
 def _state_of(part: Any) -> dict[str, Any] | None:

@@ -41,6 +41,15 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Resumed:
+    """What a run that goes on takes over from its checkpoint, besides weights, optimizer and counters."""
+
+    form: list[Any] | None
+    """Of `Stepper.form`; None where the world has changed."""
+    callbacks: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class FitPlan:
     """What one call of fit is to do."""
 
@@ -52,6 +61,7 @@ class FitPlan:
     accumulate: int
     num_iters: int | None
     nan_policy: str
+    resumed: Resumed | None = None
 
 
 def fit(run: Run, plan: FitPlan) -> None:
@@ -60,8 +70,10 @@ def fit(run: Run, plan: FitPlan) -> None:
     agreement = Agreement(model, plan.nan_policy)
     remaining = plan.num_iters
     logs: dict[str, float] = {}
-    run.stepper.begin(plan.accumulate)
+    run.stepper.begin(plan.resumed.form if plan.resumed else None)
     callbacks.call("on_train_begin")
+    if plan.resumed is not None:
+        callbacks.load_state_dict(plan.resumed.callbacks)
     for epoch in range(plan.first_epoch, plan.last_epoch):
         rng.set_streams(rng.mix(run.seed, rng.EPOCH, epoch, group.get_rank()), run.stepper.device)
         callbacks.call("on_epoch_begin", epoch)

@@ -158,7 +158,9 @@ class Model:
             accumulate_grad_batches: Batches per optimizer step; equal to one batch that many times as large.
             num_iters: At most so many training steps in this call.
             global_batch_size: Samples per step over all processes, instead of `batch_size`.
-            resume: Not available yet; only None and False are accepted.
+            resume: True goes on from the newest whole checkpoint in `save_dir` (a fresh start if there is none), a
+                path from that one, False never. None: only when a launcher has restarted this process. `epochs` then
+                counts the whole run.
             seed: Of the shuffle order and of all that is drawn; by default drawn from torch's generator.
             nan_policy: "stop" raises on an infinite or NaN loss, "ignore" goes on.
 
@@ -289,17 +291,26 @@ class Model:
             FileNotFoundError: There is no such file.
             ValueError: It is damaged, of another network, or the two files are of different saves.
         """
+        self._load(path, skip_mismatch, reset_optimizer)
+
+    def _load(self, path: str | Path, skip_mismatch: bool = False, reset_optimizer: bool = False) -> Any:
+        """Load, and return the training state that was restored; None if there was none."""
         # What rank 0 saved before this call is on the disk once it arrives here.
         group.barrier()
         weights = checkpoint.read_weights(path)
         training = None
         if self.optimizer is not None and not reset_optimizer and weights.identity is not None:
             training = checkpoint.read_training(path, weights.identity)
-        skipped = checkpoint.put_weights(weights, self.network, skip_mismatch)
+        skipped = checkpoint.differences(weights, self.network, skip_mismatch)
         if training is not None and not skipped:
+            # First what may still be refused, so that an error leaves the network as it was.
             self._engine.restore_training(training)
+        checkpoint.put_weights(weights, self.network, skipped)
+        if training is not None and not skipped:
             self.epochs_trained = training["counters"]["epochs_trained"]
             self.steps_trained = training["counters"]["steps_trained"]
+            return training
+        return None
 
     def export(self, path: str | Path, example_inputs: Any = None) -> None:
         """Write an inference program: `x.pt2` (torch.export) or `x.onnx` (the extra `onnx`), for any batch size.

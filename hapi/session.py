@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from hapi import files, loop, modes, report, rng
-from hapi.arguments import FitOptions
+from hapi import files, loop, modes, report, resuming, rng
+from hapi.arguments import FitOptions, check_reading
 from hapi.callbacks import History
 from hapi.callbacks.base import CallbackList, default_callbacks
+from hapi.checks import positive_int
 from hapi.data import Feed, Request, make_feed
 from hapi.data.make import DEFAULT_BATCH_SIZE
 from hapi.distributed import group
@@ -33,6 +34,11 @@ class PassOptions:
     verbose: int
     num_workers: int
 
+    def __post_init__(self) -> None:
+        positive_int("batch_size", self.batch_size, DEFAULT_BATCH_SIZE)
+        positive_int("log_freq", self.log_freq, 10)
+        check_reading(self.num_workers, self.verbose)
+
     def request(self, data_decides: bool) -> Request:
         """How to read the data; where it has batches of its own, defaults are no wishes."""
         batch_size = None if data_decides and self.batch_size == DEFAULT_BATCH_SIZE else self.batch_size
@@ -50,18 +56,24 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
     stepper = engine.ready()
     _refuse_unwritable(options.save_dir)
     seed = group.broadcast_object(rng.draw_seed() if options.seed is None else options.seed)
+    source = resuming.find(options)
+    resumed = None
+    if source is not None:
+        seed, resumed = _resume(model, source)
     train_request, eval_request = _requests(options, seed, train_data, eval_data)
     train = make_feed(train_data, train_request, stepper.device)
     evaluation = None if eval_data is None else make_feed(eval_data, eval_request, stepper.device)
-    params = _fit_params(model, options, train, evaluation)
+    params = _fit_params(model, options, train, evaluation, resumed is not None)
+    if engine.prepared.schedule is not None:
+        engine.prepared.schedule.check(params["metrics"])
     chosen = default_callbacks(
         callbacks, verbose=options.verbose, log_freq=options.log_freq, save_dir=options.save_dir,
         save_freq=options.save_freq,
     )  # fmt: skip
     run = loop.Run(model, engine.split, stepper, engine.prepared.metrics, CallbackList(chosen, model, params), seed)
     plan = loop.FitPlan(
-        train, evaluation, model.epochs_trained, model.epochs_trained + options.epochs, options.eval_freq,
-        options.accumulate_grad_batches, options.num_iters, options.nan_policy,
+        train, evaluation, params["first_epoch"], params["last_epoch"], options.eval_freq,
+        options.accumulate_grad_batches, options.num_iters, options.nan_policy, resumed,
     )  # fmt: skip
     model.stop_training = False
     stepper.sync(parameters=True)
@@ -145,7 +157,23 @@ def _requests(options: FitOptions, seed: int, train_data: Any, eval_data: Any) -
     )
 
 
-def _fit_params(model: Model, options: FitOptions, train: Feed, evaluation: Feed | None) -> dict[str, Any]:
+def _resume(model: Model, source: str) -> tuple[int, loop.Resumed]:
+    """Load a checkpoint into the model; the run's seed, and what the loop takes over."""
+    state = model._load(source)
+    if state is None:
+        raise ValueError(
+            f"resume found weights at {source}, but no training state that belongs to them, so the run cannot go on. "
+            "Resume from a checkpoint that fit or save has written, or load the weights by model.load and start anew."
+        )
+    position = state["position"]
+    resuming.restore_threads(position)
+    same_world = position["world_size"] == group.get_world_size()
+    return position["seed"], loop.Resumed(position["form"] if same_world else None, state["callbacks"])
+
+
+def _fit_params(
+    model: Model, options: FitOptions, train: Feed, evaluation: Feed | None, resumed: bool
+) -> dict[str, Any]:
     names = [*_log_names(model), "lr"]
     if evaluation is not None:
         names += [f"val_{name}" for name in _log_names(model)]
@@ -153,7 +181,8 @@ def _fit_params(model: Model, options: FitOptions, train: Feed, evaluation: Feed
         "batch_size": options.train_batch or DEFAULT_BATCH_SIZE,
         "epochs": options.epochs,
         "first_epoch": model.epochs_trained,
-        "last_epoch": model.epochs_trained + options.epochs,
+        # A run that goes on counts its epochs from its own start.
+        "last_epoch": options.epochs if resumed else model.epochs_trained + options.epochs,
         "steps": train.steps,
         "samples": train.samples,
         "metrics": names,

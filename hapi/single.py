@@ -27,6 +27,7 @@ def train_batch(engine: Engine, inputs: Any, labels: Any, update: bool) -> dict[
     placed, placed_labels, size = _placed(engine, stepper, inputs, labels)
     # What other ranks, or further calls without an update, bring is not known: their weights travel with the gradients.
     alone = group.get_world_size() == 1 and update and not stepper.window_open
+    stepper.forget_form()
     with modes.training(engine.network):
         outcome = stepper.backward(placed, placed_labels, size, size if alone else None, last=update)
     if update:

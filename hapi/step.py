@@ -91,6 +91,7 @@ class Stepper:
         self._eval_step = eval_step
         self._world_size = group.get_world_size()
         self._has_graph = False
+        self._last_rate: float | torch.Tensor = 0.0
         self._form: _Form | None = None
         self._divides = False
         self.window_open = False
@@ -106,12 +107,25 @@ class Stepper:
             prepared.scaler.load_state_dict(prepared.scaler_state)
             prepared.scaler_state = None
 
-    def begin(self, accumulate: int) -> None:
-        """Called before each fit: how losses weigh, and which parameters they reach, is found anew."""
-        self._form = None
-        self._parameters = list(self.exchange.replica.parameters())
-        self.exchange.accumulates = accumulate > 1
+    def begin(self, form: list[Any] | None) -> None:
+        """Called before each fit: how losses weigh is found anew.
+
+        Args:
+            form: What `form` gave in the process that a resumed run goes on from, else None.
+        """
+        self._form = None if form is None else _Form(*form)
         self.exchange.begin()
+        self._parameters = list(self.exchange.replica.parameters())
+        self.clear()
+
+    def forget_form(self) -> None:
+        """Called before a batch that belongs to no fit: what a fit has found of its losses does not hold for it."""
+        self._form = None
+
+    @property
+    def form(self) -> list[Any] | None:
+        """How losses weigh, as this run has found out, for `begin` after a restart."""
+        return None if self._form is None else list(self._form)
 
     def backward(
         self, inputs: Inputs | None, labels: Any, size: int, window_total: int | None, last: bool
@@ -137,9 +151,9 @@ class Stepper:
                 self._agree_on_form(outcome, window_total)
                 self._backpropagate(value, carried, outcome, size, window_total)
             else:
+                # Each rank's first pass of a window exchanges buffers: all ranks make it, and in this order.
+                self.exchange.forward()
                 self._agree_on_form(None, window_total)
-                if self.exchange.needs_turn(last):
-                    self.exchange.forward().backward()
         self.window_open = True
         self._divides |= window_total is None or (self._form is not None and self._form.counted)
         if last:
@@ -154,7 +168,8 @@ class Stepper:
         elif window_total is not None:
             factor, carried_factor = size * self._world_size / window_total, self._world_size / window_total
         else:
-            factor, carried_factor = float(size), 1.0
+            # A loss that knows its weight is a sum already.
+            factor, carried_factor = (1.0 if isinstance(outcome.weight, torch.Tensor) else float(size)), 1.0
         objective = value if factor == 1 else value * factor
         if self.prepared.scaler is not None:
             objective = self.prepared.scaler.scale(objective)
@@ -190,6 +205,7 @@ class Stepper:
         optimizer, scaler = prepared.optimizer, prepared.scaler
         if optimizer is None:
             raise RuntimeError("hapi's own fault: an update without an optimizer")
+        self._last_rate = _rate(optimizer)
         if scaler is not None:
             scaler.unscale_(optimizer)
         self._divide_by_weights()
@@ -200,10 +216,7 @@ class Stepper:
             optimizer.step()
             stepped = True
         else:
-            before = scaler.get_scale()
-            scaler.step(optimizer)
-            scaler.update()
-            stepped = scaler.get_scale() >= before
+            stepped = prepared.precision.step(scaler, optimizer)
         if prepared.schedule is not None and stepped:
             prepared.schedule.after_step()
         self.clear()
@@ -232,9 +245,8 @@ class Stepper:
 
     @property
     def learning_rate(self) -> float:
-        """That of the optimizer's first group."""
-        optimizer = self.prepared.optimizer
-        return float(optimizer.param_groups[0]["lr"]) if optimizer is not None else 0.0
+        """That of the optimizer's first group in the last step."""
+        return float(self._last_rate)
 
     def end_epoch(self, logs: dict[str, float]) -> None:
         """Called after each epoch and its evaluation: move a scheduler that counts epochs."""
@@ -278,14 +290,20 @@ class Stepper:
         return loss
 
     def _divide_by_weights(self) -> None:
-        weight = self.exchange.replica.probe.grad
-        if not self._divides or weight is None:
+        probe = self.exchange.replica.probe
+        if not self._divides or probe.grad is None:
             return
         # A window in which nothing counts (all labels ignored) has zero sums: they stay zero.
-        weight = _nonzero(weight)
-        for parameter in self.exchange.replica.trained():
-            if parameter.grad is not None:
+        weight = _nonzero(probe.grad)
+        for parameter in self._parameters:
+            if parameter.grad is not None and parameter is not probe:
                 parameter.grad.div_(weight.to(parameter.grad.device))
+
+
+def _rate(optimizer: torch.optim.Optimizer) -> float | torch.Tensor:
+    rate: float | torch.Tensor = optimizer.param_groups[0]["lr"]
+    # A scheduler overwrites a rate that is a tensor in place; reading it here would wait for the device.
+    return rate.detach().clone() if isinstance(rate, torch.Tensor) else rate
 
 
 def _outcome(loss: Loss, size: int, outputs: Any) -> Outcome:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -63,7 +63,7 @@ def make_feed(data: Any, request: Request, device: torch.device) -> Feed:
         data = same_on_all_ranks(data, request.name)
     feed = _choose(data, request, device)
     if feed.steps == 0 or feed.samples == 0:
-        raise _empty(data, request, feed)
+        raise _empty(data, request)
     return feed
 
 
@@ -179,13 +179,19 @@ def _refuse_options(request: Request, kind: str, where: str) -> None:
         )
 
 
-def _empty(data: Any, request: Request, feed: Feed) -> ValueError:
-    length = len(data) if hasattr(data, "__len__") else 0
-    if request.drop_last and length:
+def _empty(data: Any, request: Request) -> ValueError:
+    if isinstance(data, DataLoader) and data.drop_last and not isinstance(data.dataset, IterableDataset):
+        length, batch = len(cast(Sized, data.dataset)), data.batch_size
+        cure = "Make the DataLoader's batch_size smaller, or leave its drop_last out."
+    else:
+        source = as_batch_source(data) if is_columns(data) else None
+        length = len(source) if source is not None else len(data) if isinstance(data, Sized) else 0
+        batch = request.global_batch(group.get_world_size()) if request.drop_last else None
+        cure = "Make batch_size smaller, or leave drop_last out."
+    if length and batch:
         return ValueError(
-            f"{request.name} has {length} samples, fewer than one global batch of "
-            f"{request.global_batch(group.get_world_size())}, and drop_last=True leaves none of them. "
-            "Make batch_size smaller, or leave drop_last out."
+            f"{request.name} has {length} samples, fewer than one global batch of {batch}, and drop_last=True leaves "
+            f"none of them. {cure}"
         )
     return ValueError(
         f"{request.name} is empty ({type(data).__name__} of length {length}), so there is nothing to compute on. "

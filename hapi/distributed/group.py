@@ -15,21 +15,27 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.utils.data
 
 from hapi.device import current_device
-from hapi.distributed.launchers import LaunchInfo, detect
+from hapi.distributed import excepthook, rendezvous
+from hapi.distributed.launchers import OWNER, LaunchInfo, detect, owner_mark, placed
 
 T = TypeVar("T")
 
 _BROADCAST_BUCKET_BYTES = 25 << 20
 _launch: LaunchInfo | None = None
+_own: Any = None
+_pid: int | None = None
 _control: tuple[Any, Any] | None = None
 
 
 def start() -> None:
     """Join the process group that the launcher asks for; nothing to do when alone or when already joined."""
-    global _launch
-    if dist.is_available() and dist.is_initialized():
+    global _launch, _own
+    if is_initialized():
+        # The user's own, or Ray's: used as it is, and left to whoever made it.
+        _take_the_rank()
         return
     launch = detect()
     if launch is None:
@@ -37,22 +43,38 @@ def start() -> None:
     device = current_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    timeout = os.environ.get("HAPI_TIMEOUT")
-    if launch.address is not None and launch.port is not None:
-        os.environ.setdefault("MASTER_ADDR", launch.address)
-        os.environ.setdefault("MASTER_PORT", str(launch.port))
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=datetime.timedelta(seconds=float(timeout)) if timeout else None,
-    )
-    _launch = launch
+    _take_the_rank()
+    timeout = rendezvous.chosen_timeout()
+    store = rendezvous.meet(launch, dist.TCPStore)  # type: ignore[attr-defined]  # torch does not list it
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=datetime.timedelta(seconds=timeout) if timeout else None,
+        )
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"Rank {launch.rank} of {launch.world_size} ({launch.launcher}) found the others at {launch.address}, but "
+            f"they cannot connect to each other: {error}. Set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the "
+            "interface between the hosts, and open its ports."
+        ) from error
+    _launch, _own = launch, dist.group.WORLD
     atexit.register(_stop)
 
 
+def _take_the_rank() -> None:
+    """Leave word that this process is the rank which the environment speaks of: its children inherit it all."""
+    global _pid
+    excepthook.watch()
+    os.environ[OWNER] = owner_mark()
+    _pid = os.getpid()
+
+
 def _stop() -> None:
-    if dist.is_initialized():
+    # After an exception the others are gone or will be: nothing is to be agreed with them any more.
+    if is_initialized() and dist.group.WORLD is _own and not excepthook.has_failed():
         dist.destroy_process_group()
 
 
@@ -71,7 +93,8 @@ def _control_group() -> Any:
 
 def is_initialized() -> bool:
     """Whether this process has joined a process group."""
-    return dist.is_available() and dist.is_initialized()
+    # What a fork finds in its memory is its parent's.
+    return dist.is_available() and dist.is_initialized() and _pid in (None, os.getpid())
 
 
 class RankReads:
@@ -114,10 +137,12 @@ def watched_rank() -> Iterator[RankReads]:
 def get_rank() -> int:
     """This process's number among all processes, from 0."""
     _reads.was_read = True
-    if is_initialized():
-        return dist.get_rank()
-    launch = detect()
-    return launch.rank if launch is not None else 0
+    return _place()[0]
+
+
+def was_restarted() -> bool:
+    """Whether the launcher started this process in the place of one that ended, within the same run."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0) > 0
 
 
 def speaks_for_all() -> bool:
@@ -128,10 +153,16 @@ def speaks_for_all() -> bool:
 def get_world_size() -> int:
     """How many processes there are."""
     _reads.was_read = True
-    if is_initialized():
-        return dist.get_world_size()
-    launch = detect()
-    return launch.world_size if launch is not None else 1
+    return _place()[1]
+
+
+def _place() -> tuple[int, int]:
+    # A DataLoader's worker stands where its rank does: a dataset may share itself out by these numbers.
+    in_worker = torch.utils.data.get_worker_info() is not None
+    if is_initialized() or (in_worker and dist.is_available() and dist.is_initialized()):
+        return dist.get_rank(), dist.get_world_size()
+    launch = placed() if in_worker else detect()
+    return (launch.rank, launch.world_size) if launch is not None else (0, 1)
 
 
 def launcher_name() -> str:

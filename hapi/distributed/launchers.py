@@ -87,7 +87,7 @@ _warned: set[str] = set()
 
 def decide(environ: Environ | None = None, process: Process | None = None) -> tuple[LaunchInfo | None, str | None]:
     """As `detect`, without the warning: its text is returned instead."""
-    environ = os.environ if environ is None else environ
+    environ = dict(os.environ) if environ is None else environ
     process = Process() if process is None else process
     forced = environ.get(OVERRIDE, "")
     if forced == "off":

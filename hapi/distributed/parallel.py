@@ -2,6 +2,11 @@
 
 DDP wraps a small module that holds the network *and* what computes the loss from it, so that a loss that uses
 parameters of its own, or calls methods of the network, is reduced rightly.
+
+DDP waits for a gradient of every parameter. Which ones a batch has reached is seen after its backward pass, by their
+gradients; a second, tiny pass then gives zeros to the others, and in `Replica.marks` tells the other ranks which they
+were. So nothing is searched for, no flag is asked of the user, and a parameter that no rank has reached keeps no
+gradient, as in one process: optimizers leave it alone.
 """
 
 from __future__ import annotations
@@ -30,135 +35,154 @@ class Replica(nn.Module):
     probe: nn.Parameter
     """A scalar, zero, whose gradient is the weight of what was summed: it travels in the same all-reduce as the
     gradients, for losses whose weight is known only after the forward."""
+    marks: nn.Parameter
+    """Zeros, one for each trained parameter, whose gradients are the parts of the ranks that have reached it."""
 
     def __init__(self, network: nn.Module, companions: nn.Module | None, compute: Callable[..., Any]) -> None:
         super().__init__()
         self.network = network
         self.companions = companions
         self._compute = compute
-        self.zero_reaches_probe_alone = False
         first = next((p for p in network.parameters()), None)
         # Sums of weights grow beyond what half precision counts.
         dtype = torch.float64 if first is not None and first.dtype == torch.float64 else torch.float32
         self.probe = nn.Parameter(torch.zeros((), dtype=dtype, device=first.device if first is not None else None))
+        self.marks = nn.Parameter(self.probe.new_zeros(0))
 
     def forward(self, *arguments: Any) -> Any:
-        """The computation, or without arguments a zero that reaches the parameters, for a rank without samples."""
-        return self._compute(*arguments) if arguments else self._zero()
+        """The computation; without arguments, for a rank without samples, nothing."""
+        return self._compute(*arguments) if arguments else None
 
-    def trained(self) -> list[nn.Parameter]:
-        """The parameters whose gradients are shared, the probe aside."""
-        return [p for p in self.parameters() if p.requires_grad and p is not self.probe]
-
-    def _zero(self) -> torch.Tensor:
-        return zero_of([self.probe] if self.zero_reaches_probe_alone else [*self.trained(), self.probe])
+    def own(self) -> list[nn.Parameter]:
+        """The parameters of network and companions."""
+        return [p for p in self.parameters() if p is not self.probe and p is not self.marks]
 
 
-def zero_of(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """Zero that depends on every parameter: its backward gives each a gradient of zeros, without a forward."""
-    device = parameters[0].device
-    elements = [parameter.reshape(-1)[:1].sum().to(device) for parameter in parameters]
-    real = [element.abs() if element.is_complex() else element.float() for element in elements]
-    return torch.stack(real).sum() * 0
+class _FixedBuckets(DistributedDataParallel):
+    """DDP whose buckets are laid out at construction, from the last layer to the first.
+
+    DDP itself lays them out anew after its first step. gloo and NCCL add up an element in an order that depends on its
+    place in the bucket, so from three ranks on a run that starts in the middle would compute other bits.
+    """
+
+    def _build_params_for_reducer(self) -> Any:
+        parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        return parameters[::-1], sparse[::-1]
+
+    def fix_buckets(self) -> None:
+        """Do now what DDP would do after its first step, where this build of torch lets us."""
+        if hasattr(self.reducer, "_push_all_rebuilt_params"):
+            self.reducer._push_all_rebuilt_params()
+            self.reducer._rebuild_buckets()
 
 
 class GradientExchange:
     """Runs a replica's forward passes so that after the last backward of a window its gradients are the ranks' mean.
 
-    The first window is reduced by hand. It shows which parameters the loss does not reach; only then is the replica
-    wrapped, so that no flag is ever asked of the user. Alone, it is the replica itself.
+    Alone, it is the replica itself.
 
     Args:
         replica: What to run.
         options: Further options of DistributedDataParallel, or None.
-    """
 
-    accumulates = False
-    """Whether windows hold several passes. A parameter that only the last of them does not reach then has a
-    gradient all the same, and DDP alone can tell, by searching for it."""
+    Raises:
+        ValueError: An option contradicts how unreached parameters are handled.
+    """
 
     def __init__(self, replica: Replica, options: dict[str, Any] | None = None) -> None:
         self.replica = replica
-        self._options = dict(options or {})
+        self._options = _checked(options)
         self._alone = group.get_world_size() == 1
-        self._wrapped: DistributedDataParallel | None = None
-        self._searches_unused = False
-        self._layout: tuple[bool, ...] = ()
+        self._wrapped: _FixedBuckets | None = None
+        self.begin()
 
     def begin(self) -> None:
-        """Start anew: the next window is reduced by hand. Called on every rank or on none."""
-        if self._wrapped is not None:
-            self._wrapped = None
-            # The reducer lets go of its hooks on the parameters when it is collected.
-            gc.collect()
-        self.replica.zero_reaches_probe_alone = False
-        if not self._alone and self._has_sparse_gradients():
-            self._wrap(searches_unused=True)
+        """Start anew, with the parameters that the network has now. Called on every rank or on none."""
+        self._unwrap()
+        # Walking the modules takes longer than a small network's step.
+        self._own = self.replica.own()
 
     def begin_window(self) -> None:
-        """Called before each window: a parameter that was frozen or freed meanwhile needs a new wrap."""
-        if self._wrapped is not None and self._layout != self._current_layout():
-            self.begin()
+        """Called before each window, on every rank: a parameter that was frozen or freed needs a new wrap."""
+        self._passes = 0
+        if self._alone:
+            return
+        layout = [parameter.requires_grad for parameter in self._own]
+        if self._wrapped is None or layout != self._layout:
+            self._unwrap()
+            self._wrap(layout)
 
     def forward(self, *arguments: Any) -> Any:
-        """One forward pass; without arguments, the part of a rank that has no samples."""
+        """One forward pass; without arguments, the part of a rank that has no samples: there is no backward then."""
         return (self._wrapped or self.replica)(*arguments)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         """The context of a forward and backward pass: gradients are exchanged in the last one of a window only."""
-        if last or self._wrapped is None:
+        if self._wrapped is None:
             return nullcontext()
-        return self._wrapped.no_sync()
-
-    def needs_turn(self, last: bool) -> bool:
-        """Whether a rank without samples has to run the zero pass here, for the others' sake."""
-        return last and self._wrapped is not None
+        self._passes += 1
+        if not last:
+            return self._wrapped.no_sync()
+        # What earlier passes have left tells, once it is the same after the last one, that this one did not reach it.
+        self._before = [_state(p) for p in self._shared] if self._passes > 1 else [None] * len(self._shared)
+        return nullcontext()
 
     def complete(self) -> None:
-        """Called after the last backward of each window, on every rank."""
-        if self._alone:
-            return
+        """Called after the last backward of each window, on every rank: closes what DDP still waits for."""
         if self._wrapped is None:
-            self._reduce_by_hand()
-        elif not self._searches_unused:
-            self._finish_unreached()
+            return
+        marks = self.replica.marks
+        reached = [parameter.grad is not None for parameter in self._trained]
+        everything = all(reached)
+        own_marks = self._all_reached if everything else self._all_reached.new_tensor(reached)
+        waiting = [p for p, before in zip(self._shared, self._before, strict=True) if _state(p) == before]
+        torch.autograd.backward([marks, *waiting], [own_marks, *(self._zero(p) for p in waiting)])
+        if not everything and marks.grad is not None:
+            for parameter, part in zip(self._trained, marks.grad.tolist(), strict=True):
+                if part == 0:
+                    parameter.grad = None
+        marks.grad = None
 
-    def _reduce_by_hand(self) -> None:
-        parameters = self.replica.trained()
-        reached = group.gather_objects([parameter.grad is not None for parameter in parameters])
-        anywhere = [any(flags) for flags in zip(*reached, strict=True)]
-        used = [parameter for parameter, is_used in zip(parameters, anywhere, strict=True) if is_used]
-        for parameter in (*used, self.replica.probe):
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = [p.grad for p in (*used, self.replica.probe) if p.grad is not None]
-        group.sum_tensors(gradients)
-        torch._foreach_div_(gradients, group.get_world_size())
-        self._wrap(searches_unused=len(used) < len(parameters))
+    def _wrap(self, layout: list[bool]) -> None:
+        self._layout = layout
+        self._trained = [parameter for parameter in self._own if parameter.requires_grad]
+        self._shared = [*self._trained, self.replica.probe]
+        self._sparse = _with_sparse_gradients(self.replica)
+        self._all_reached = torch.ones(len(self._trained), device=self.replica.probe.device)
+        self.replica.marks = nn.Parameter(torch.zeros_like(self._all_reached))
+        self._wrapped = _FixedBuckets(self.replica, gradient_as_bucket_view=True, **self._options)
+        self._wrapped.fix_buckets()
 
-    def _wrap(self, searches_unused: bool) -> None:
-        options = {
-            "find_unused_parameters": searches_unused or self.accumulates,
-            "gradient_as_bucket_view": True,
-            **self._options,
-        }
-        self._searches_unused = bool(options["find_unused_parameters"])
-        # Under a search, a parameter that no rank reaches keeps no gradient at all; the zero pass must not give it one.
-        self.replica.zero_reaches_probe_alone = self._searches_unused
-        self._wrapped = DistributedDataParallel(self.replica, **options)
-        self._layout = self._current_layout()
+    def _unwrap(self) -> None:
+        if self._wrapped is not None:
+            self._wrapped = None
+            # The reducer lets go of its hooks on the parameters when it is collected.
+            gc.collect()
 
-    def _finish_unreached(self) -> None:
-        """A parameter that this step alone did not reach still holds DDP's bucket open: close it with zeros.
+    def _zero(self, parameter: nn.Parameter) -> torch.Tensor:
+        if id(parameter) in self._sparse:
+            rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+            return torch.sparse_coo_tensor(rows, parameter.new_empty((0, *parameter.shape[1:])), parameter.shape)
+        return torch.zeros_like(parameter)
 
-        Without this the step's gradients would silently stay this rank's own.
-        """
-        missing = [parameter for parameter in self.replica.trained() if parameter.grad is None]
-        if missing:
-            zero_of(missing).backward()  # type: ignore[no-untyped-call]
 
-    def _current_layout(self) -> tuple[bool, ...]:
-        return tuple([parameter.requires_grad for parameter in self.replica.parameters()])
+def _state(parameter: nn.Parameter) -> tuple[int, int] | None:
+    """What changes when a backward pass reaches the parameter: its gradient, or that gradient's contents."""
+    return None if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
 
-    def _has_sparse_gradients(self) -> bool:
-        return any(getattr(module, "sparse", False) for module in self.replica.modules())
+
+def _with_sparse_gradients(replica: Replica) -> set[int]:
+    """The ids of parameters whose gradients are sparse tensors, by DDP's own rule."""
+    layers = [m for m in replica.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    return {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
+
+
+def _checked(options: dict[str, Any] | None) -> dict[str, Any]:
+    options = dict(options or {})
+    refused = [name for name in ("find_unused_parameters", "static_graph") if options.pop(name, False)]
+    if refused:
+        raise ValueError(
+            f"ddp_options received {', '.join(f'{name}=True' for name in refused)}, which changes how DDP waits for "
+            "parameters that a batch does not reach: hapi sees to them by itself, at no cost. Leave it out."
+        )
+    return options

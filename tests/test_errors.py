@@ -1,0 +1,671 @@
+"""Bad input: each fault is found before it costs anything, and the message says what to write instead."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+import hapi
+from hapi.callbacks import Callback, EarlyStopping, LRScheduler, ModelCheckpoint, ReduceLROnPlateau
+from hapi.metrics import Accuracy
+
+X = torch.arange(40.0).reshape(10, 4) / 40
+Y = torch.arange(10) % 3
+SAMPLES = TensorDataset(X, Y)
+
+
+def model(loss: Any = None, network: nn.Module | None = None, **options: Any) -> hapi.Model:
+    network = network if network is not None else nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    return hapi.Model(network).prepare(optimizer, loss if loss is not None else nn.CrossEntropyLoss(), **options)
+
+
+def regression(loss: nn.Module) -> hapi.Model:
+    return model(loss, nn.Linear(4, 1))
+
+
+def weights(network: nn.Module) -> list[torch.Tensor]:
+    return [value.clone() for value in network.state_dict().values()]
+
+
+Refused = Callable[..., None]
+
+
+@pytest.fixture
+def refused(tmp_path: Path) -> Refused:
+    """Calls fit, which must raise, move no weight and write nothing."""
+
+    def check(error: type[Exception], cure: str, subject: hapi.Model, data: Any = (X, Y), **options: Any) -> None:
+        before = weights(subject.network)
+        options = {"save_dir": tmp_path / "out", "verbose": 0, **options}
+        with pytest.raises(error, match=cure):
+            subject.fit(data, **options)
+        assert all(map(torch.equal, before, weights(subject.network)))
+        assert not (tmp_path / "out").exists()
+
+    return check
+
+
+class Rows(Dataset):
+    """A map-style data set that hapi has to read sample by sample."""
+
+    def __init__(self, *columns: Any) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(column[index] for column in self.columns)
+
+
+class Stream(IterableDataset):
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
+
+
+# What prepare has to bring.
+
+
+def test_fit_without_an_optimizer(refused: Refused) -> None:
+    network = nn.Linear(4, 3)
+    refused(ValueError, r"model\.prepare\(.*Adam", hapi.Model(network).prepare(loss=nn.CrossEntropyLoss()))
+    refused(ValueError, r"model\.prepare\(", hapi.Model(network))
+
+
+def test_train_batch_without_an_optimizer() -> None:
+    with pytest.raises(ValueError, match=r"train_batch.*model\.prepare\(.*Adam"):
+        hapi.Model(nn.Linear(4, 3)).prepare(loss=nn.CrossEntropyLoss()).train_batch(X, Y)
+
+
+def test_fit_without_a_loss(refused: Refused) -> None:
+    refused(ValueError, r"loss=nn\.CrossEntropyLoss\(\).*dict with 'loss'", hapi.Model(nn.Linear(4, 3)).prepare("sgd"))
+
+
+class TwoOutputs(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"logits": super().forward(x)}
+
+
+def test_outputs_without_a_loss_are_named(refused: Refused) -> None:
+    refused(ValueError, r"\['logits'\]", hapi.Model(TwoOutputs(4, 3)).prepare("sgd"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "cure"),
+    [
+        ({"loss": nn.CrossEntropyLoss}, TypeError, r"loss=nn\.CrossEntropyLoss\(\)"),
+        ({"loss": [nn.MSELoss(), nn.MSELoss]}, TypeError, r"loss=nn\.MSELoss\(\)"),
+        ({"loss": "mse"}, TypeError, r"nn\.CrossEntropyLoss\(\), or a function"),
+        ({"loss": []}, ValueError, r"holds no loss.*leave it out"),
+        ({"optimizer": "adamx"}, ValueError, "'sgd', 'adam', 'adamw'"),
+        ({"optimizer": 3}, TypeError, r'or "adam"'),
+        ({"optimizer": lambda parameters: parameters}, TypeError, r'or "adam"'),
+        ({"optimizer": torch.optim.SGD(nn.Linear(4, 3).parameters())}, ValueError, r"Adam\(model\.parameters\(\)"),
+        ({"optimizer": torch.optim.LBFGS}, ValueError, "needs no closure"),
+        ({"strategy": "fsdpx"}, ValueError, '"auto" or "ddp"'),
+        ({"amp_configs": "fp8"}, ValueError, 'amp_configs="bf16"'),
+        ({"amp_configs": "O3"}, ValueError, 'amp_configs="bf16"'),
+        ({"amp_configs": 3}, TypeError, 'amp_configs="bf16"'),
+        ({"amp_configs": {"dtyp": "bf16"}}, ValueError, "Known ones: level, dtype"),
+        ({"amp_configs": {"level": "O9"}}, ValueError, 'amp_configs="bf16"'),
+        ({"amp_configs": {"dtype": "int8"}}, ValueError, 'amp_configs="bf16"'),
+        ({"amp_configs": {"dtype": ["bf16"]}}, ValueError, 'amp_configs="bf16"'),
+        ({"amp_configs": {"level": "O0", "dtype": "int8"}}, ValueError, 'amp_configs="bf16"'),
+        ({"amp_configs": {"dtype": "fp16", "init_loss_scaling": -1}}, ValueError, '"init_loss_scaling": 1024'),
+        ({"scheduler": "cosine", "optimizer": "sgd"}, TypeError, "lambda optimizer: StepLR"),
+        ({"scheduler": lambda optimizer: 3, "optimizer": "sgd"}, TypeError, "lambda optimizer: StepLR"),
+        ({"scheduler": lambda optimizer: 3}, ValueError, r"prepare\(optimizer, loss, scheduler="),
+        ({"scheduler_interval": "batch"}, ValueError, '"step" or "epoch"'),
+        ({"clip_grad_norm": 0}, ValueError, r"clip_grad_norm=1\.0"),
+        ({"clip_grad_norm": float("nan")}, ValueError, r"clip_grad_norm=1\.0"),
+        ({"clip_grad_norm": "1"}, TypeError, r"clip_grad_norm=1\.0"),
+        ({"clip_grad_norm": True}, TypeError, r"clip_grad_norm=1\.0"),
+        ({"metrics": "acc"}, TypeError, r"hapi\.metrics\.Accuracy\(\)"),
+        ({"metrics": Accuracy}, TypeError, r"Accuracy\(\)"),
+        ({"metrics": 3}, TypeError, r"hapi\.metrics\.Metric"),
+        ({"metrics": [Accuracy(), Accuracy()]}, ValueError, r'Accuracy\(name="acc_2"\)'),
+        ({"metrics": Accuracy(name="loss")}, ValueError, 'name="my_metric"'),
+    ],
+)
+def test_prepare(arguments: dict[str, Any], error: type[Exception], cure: str) -> None:
+    with pytest.raises(error, match=cure):
+        hapi.Model(nn.Linear(4, 3)).prepare(**arguments)
+
+
+def test_scheduler_of_another_optimizer() -> None:
+    strange = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(nn.Linear(1, 1).parameters()), 1)
+    with pytest.raises(ValueError, match="same optimizer object"):
+        model(scheduler=strange)
+
+
+@pytest.mark.parametrize(
+    ("network", "cure"),
+    [(nn.Linear, r"Model\(Linear\(\)\)"), ("net", r"nn\.Sequential"), (lambda x: x, r"nn\.Sequential")],
+)
+def test_what_is_no_network(network: Any, cure: str) -> None:
+    with pytest.raises(TypeError, match=cure):
+        hapi.Model(network)
+
+
+@pytest.mark.parametrize("bad", [0, -1, True, 1.5, "x", []])
+def test_what_says_no_inputs(bad: Any) -> None:
+    with pytest.raises(TypeError, match=r'inputs=1.*inputs=\["x"\]'):
+        hapi.Model(nn.Linear(4, 3), inputs=bad)
+
+
+def test_sync_batchnorm_on_the_cpu(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hapi.device, "_chosen", torch.device("cpu"))
+    refused(ValueError, "Leave it out", model(sync_batchnorm=True))
+
+
+# The arguments of fit, evaluate and predict.
+
+COUNTS = ("batch_size", "epochs", "eval_freq", "log_freq", "save_freq", "accumulate_grad_batches", "num_iters")
+
+
+@pytest.mark.parametrize("name", [*COUNTS, "global_batch_size"])
+@pytest.mark.parametrize(("value", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_counts(refused: Refused, name: str, value: Any, error: type[Exception]) -> None:
+    refused(error, rf"{name} received {value}.*Write {name}=\d", model(), **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "cure"),
+    [
+        ({"batch_size": [8, 0]}, ValueError, "batch_size=32"),
+        ({"batch_size": [8, 8, 8]}, ValueError, r"batch_size=\[32, 256\]"),
+        ({"batch_size": 4, "global_batch_size": 4}, ValueError, "Leave one of them out"),
+        ({"shuffle": "yes"}, TypeError, "shuffle=True"),
+        ({"drop_last": "no"}, TypeError, "drop_last=True"),
+        ({"num_workers": -1}, ValueError, "num_workers=2"),
+        ({"num_workers": 1.5}, TypeError, "num_workers=2"),
+        ({"verbose": 3}, ValueError, r"0 \(silent\)"),
+        ({"seed": 1.5}, TypeError, "seed=0"),
+        ({"nan_policy": "skip"}, ValueError, '"stop" or "ignore"'),
+        ({"save_dir": 3}, TypeError, 'save_dir="checkpoints"'),
+        ({"save_dir": ""}, TypeError, 'save_dir="checkpoints"'),
+    ],
+)
+def test_options_of_fit(refused: Refused, options: dict[str, Any], error: type[Exception], cure: str) -> None:
+    refused(error, cure, model(), **options)
+
+
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+@pytest.mark.parametrize(("value", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_batch_size_of_a_pass(method: str, value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="Write batch_size=32"):
+        getattr(model(), method)((X, Y), batch_size=value, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "cure"),
+    [
+        ({"log_freq": 0}, ValueError, "log_freq=10"),
+        ({"log_freq": 1.5}, TypeError, "log_freq=10"),
+        ({"num_iters": 0}, ValueError, "num_iters=100"),
+        ({"num_workers": -1}, ValueError, "num_workers=2"),
+        ({"verbose": 5}, ValueError, r"0 \(silent\)"),
+    ],
+)
+def test_options_of_evaluate(options: dict[str, Any], error: type[Exception], cure: str) -> None:
+    with pytest.raises(error, match=cure):
+        model().evaluate((X, Y), **{"verbose": 0, **options})
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"batch_size": 4},
+        {"global_batch_size": 4},
+        {"shuffle": False},
+        {"drop_last": False},
+        {"num_workers": 0},
+    ],
+)
+@pytest.mark.parametrize("data", [DataLoader(SAMPLES, 4), [(X, Y)]])
+def test_options_that_the_data_has_decided(refused: Refused, option: dict[str, Any], data: Any) -> None:
+    ((name, value),) = option.items()
+    refused(ValueError, f"{name}={value}.*Leave it out", model(), data, **option)
+
+
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+def test_options_of_a_pass_that_the_loader_has_decided(method: str) -> None:
+    with pytest.raises(ValueError, match="batch_size=4.*Leave it out"):
+        getattr(model(), method)(DataLoader(SAMPLES, 4), batch_size=4, verbose=0)
+
+
+def test_shuffle_with_an_iterable_data_set(refused: Refused) -> None:
+    refused(ValueError, "Leave shuffle out", model(), Stream(list(zip(X, Y, strict=True))), shuffle=True)
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "cure"),
+    [(EarlyStopping, r"EarlyStopping\(\)"), ([lambda: None], r"hapi\.callbacks\.Callback"), (3, r"hapi\.callbacks")],
+)
+def test_what_is_no_callback(refused: Refused, callbacks: Any, cure: str) -> None:
+    refused(TypeError, cure, model(), callbacks=callbacks)
+
+
+@pytest.mark.parametrize(
+    ("callback", "cure"),
+    [
+        (EarlyStopping("val_loss"), "'loss', 'acc', 'lr'.*pass fit an eval_data"),
+        (EarlyStopping("accuracy"), "'loss', 'acc', 'lr'"),
+        (ModelCheckpoint(monitor="val_acc"), "'loss', 'acc', 'lr'.*pass fit an eval_data"),
+        (ReduceLROnPlateau("los", mode="min"), "'loss', 'acc', 'lr'"),
+    ],
+)
+def test_monitor_that_no_log_has(refused: Refused, callback: Callback, cure: str) -> None:
+    refused(ValueError, cure, model(metrics=Accuracy()), callbacks=callback)
+
+
+def test_scheduler_without_the_value_that_it_watches(refused: Refused) -> None:
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    refused(ValueError, r"fit\(train_data, eval_data\)", model(scheduler=plateau))
+
+
+def test_lr_callback_without_a_scheduler(refused: Refused) -> None:
+    refused(ValueError, r"scheduler=", model(), callbacks=LRScheduler(by_step=True))
+
+
+# Data.
+
+
+@pytest.mark.parametrize(
+    "empty",
+    [
+        (X[:0], Y[:0]),
+        [],
+        Subset(SAMPLES, []),
+        Rows(X[:0], Y[:0]),
+        DataLoader(Rows(X[:0], Y[:0]), 4),
+    ],
+)
+def test_empty_data(refused: Refused, empty: Any) -> None:
+    refused(ValueError, "train_data is empty.*at least one sample", model(), empty)
+    refused(ValueError, "eval_data is empty.*at least one sample", model(), eval_data=empty)
+    with pytest.raises(ValueError, match="eval_data is empty.*at least one sample"):
+        model().evaluate(empty, verbose=0)
+
+
+def test_empty_stream(refused: Refused) -> None:
+    refused(ValueError, "no batch in epoch 1.*at least one sample", model(), Stream([]))
+
+
+@pytest.mark.parametrize("data", [(X, Y), SAMPLES, Rows(X, Y)])
+def test_drop_last_leaves_none(refused: Refused, data: Any) -> None:
+    refused(ValueError, "10 samples.*batch of 32.*Make batch_size smaller", model(), data, drop_last=True)
+
+
+def test_drop_last_of_a_loader_leaves_none(refused: Refused) -> None:
+    refused(ValueError, "drop_last=True.*batch_size smaller", model(), DataLoader(SAMPLES, 32, drop_last=True))
+
+
+def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    yield X, Y
+
+
+@pytest.mark.parametrize("make", [batches, lambda: iter([(X, Y)]), lambda: map(tuple, [(X, Y)])])
+def test_data_that_can_be_iterated_once(refused: Refused, make: Callable[[], Any]) -> None:
+    refused(TypeError, "list of batches.*starts anew", model(), make(), epochs=2)
+    refused(TypeError, "list of batches.*starts anew", model(), eval_data=make())
+
+
+@pytest.mark.parametrize("data", [3, 1.5, "mnist", b"x", None, object(), {"x": 1}, {}, lambda: None])
+def test_what_is_no_data(refused: Refused, data: Any) -> None:
+    refused(TypeError, r"Pass a Dataset, a DataLoader, tensors such as \(x, y\)", model(), data)
+
+
+def test_columns_of_unequal_length(refused: Refused) -> None:
+    refused(ValueError, r"\[10, 5\].*len\(x\) == len\(y\)", model(), (X, Y[:5]))
+
+
+def test_lists_of_numbers(refused: Refused) -> None:
+    refused(TypeError, r"torch\.tensor\(x\)", model(), (X.tolist(), Y.tolist()))
+
+
+def test_a_list_of_columns(refused: Refused) -> None:
+    refused(ValueError, r"fit\(\(x, y\)\)", model(), [X, Y])
+
+
+def test_a_list_of_samples(refused: Refused) -> None:
+    refused(ValueError, r"DataLoader\(samples, batch_size=32\)", model(), list(zip(X, Y, strict=True)))
+
+
+@pytest.mark.parametrize("data", [X, Rows(X), DataLoader(TensorDataset(X), 5)])
+def test_data_without_labels(refused: Refused, data: Any) -> None:
+    refused(ValueError, r"no labels.*yields \(x, y\)", model(), data)
+    refused(ValueError, r"no labels.*yields \(x, y\)", model(lambda outputs, labels: outputs.mean()), data)
+
+
+def test_dict_whose_keys_fit_nothing(refused: Refused) -> None:
+    refused(ValueError, r"Model\(network, inputs=\['image'\], labels=\['kind'\]\)", model(), {"image": X, "kind": Y})
+
+
+def test_named_keys_that_are_missing(refused: Refused) -> None:
+    subject = model()
+    subject = hapi.Model(subject.network, inputs=["pixels"]).prepare(subject.optimizer, nn.CrossEntropyLoss())
+    refused(ValueError, r"\['pixels'\] are not in the batch.*Name the keys", subject, {"input": X, "kind": Y})
+    refused(TypeError, r"Model\(network, inputs=1, labels=1\)", subject)
+
+
+def test_numbers_for_a_dict(refused: Refused) -> None:
+    subject = model()
+    subject = hapi.Model(subject.network, labels=1).prepare(subject.optimizer, nn.CrossEntropyLoss())
+    refused(TypeError, r"Model\(network, inputs=\['input'\], labels=\['kind'\]\)", subject, {"input": X, "kind": Y})
+
+
+def test_too_many_elements(refused: Refused) -> None:
+    refused(TypeError, r"got 2 inputs.*Linear\.forward.*Model\(network, inputs=1\)", model(), (X, X, Y))
+    subject = hapi.Model(nn.Linear(4, 3), inputs=5).prepare("sgd", nn.CrossEntropyLoss())
+    refused(ValueError, "such as inputs=1, labels=1", subject)
+
+
+def test_inputs_of_another_dtype(refused: Refused) -> None:
+    cure = r"dtype torch\.{}.*x\.to\(torch\.float32\)"
+    refused(ValueError, cure.format("float64"), model(), (X.double(), Y))
+    refused(ValueError, cure.format("uint8"), model(), (X.byte(), Y))
+    refused(ValueError, cure.format("float64"), model(), Rows(X.double().numpy(), Y.numpy()))
+
+
+def test_a_fault_of_the_network_itself_is_shown_as_it_is() -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model().fit((X[:, :3], Y), verbose=0)
+
+
+# The loss and its labels.
+
+
+@pytest.mark.parametrize(
+    ("loss", "cure"),
+    [
+        (nn.CrossEntropyLoss(reduction="none"), r'shape \(10,\).*reduction="mean"'),
+        (lambda outputs, labels: outputs, r"shape \(10, 3\).*\(sum, count\)"),
+        (lambda outputs, labels: None, "gave None.*a return statement"),
+        (lambda outputs, labels: 1.0, r"gave 1\.0.*without \.item\(\)"),
+        (lambda outputs, labels: outputs.sum().item(), r"without \.item\(\)"),
+        (lambda outputs, labels: outputs.mean().detach(), r"keep \.item\(\), \.detach\(\)"),
+        (lambda outputs, labels: (outputs.argmax(1) == labels).sum(), r"keep \.item\(\), \.detach\(\)"),
+        ([nn.CrossEntropyLoss(), nn.CrossEntropyLoss()], "one loss for each output"),
+    ],
+)
+def test_what_is_no_loss(refused: Refused, loss: Any, cure: str) -> None:
+    refused(ValueError, cure, model(loss))
+
+
+def test_frozen_network(refused: Refused) -> None:
+    frozen = nn.Linear(4, 3).requires_grad_(False)
+    refused(ValueError, r"frozen.*requires_grad_\(True\)", model(network=frozen))
+    with pytest.raises(ValueError, match=r"requires_grad_\(True\)"):
+        hapi.Model(frozen).prepare("sgd", nn.CrossEntropyLoss())
+    with pytest.raises(ValueError, match=r"requires_grad_\(True\)"):
+        hapi.Model(nn.Flatten()).prepare(torch.optim.Adam, nn.CrossEntropyLoss())
+
+
+@pytest.mark.parametrize(
+    ("labels", "cure"),
+    [
+        (Y.float(), r"labels\.long\(\)"),
+        (Y.int(), r"labels\.long\(\)"),
+        (Y.bool(), r"labels\.long\(\)"),
+        (Y[:, None], r"labels\.squeeze\(1\)"),
+        (torch.stack([Y, Y], 1), "last layer"),
+        (Y + 1, "last layer 4 outputs"),
+        (Y - 1, r"ignore_index=-1"),
+    ],
+)
+def test_class_labels(refused: Refused, labels: torch.Tensor, cure: str) -> None:
+    refused(ValueError, cure, model(), (X, labels))
+    refused(ValueError, cure, model(nn.CrossEntropyLoss(weight=torch.ones(3))), (X, labels))
+    refused(ValueError, cure, model(), [(X, labels)])
+    with pytest.raises(ValueError, match=cure):
+        model().evaluate((X, labels), verbose=0)
+
+
+LATE = torch.where(torch.arange(10) == 9, 7, Y)
+
+
+@pytest.mark.parametrize("data", [(X, LATE), TensorDataset(X, LATE), Subset(TensorDataset(X, LATE), range(10))])
+def test_a_late_label_out_of_range_is_found_before_the_first_step(refused: Refused, data: Any) -> None:
+    cure = "from 0 to 7 .*last layer 8 outputs"
+    refused(ValueError, cure, model(), data, batch_size=2, shuffle=False)
+    refused(ValueError, cure, model(), eval_data=data, batch_size=2)
+
+
+def test_a_late_label_out_of_range_that_is_not_in_memory() -> None:
+    with pytest.raises(ValueError, match="last layer 8 outputs"):
+        model().fit(Rows(X, LATE), batch_size=2, shuffle=False, verbose=0)
+
+
+def test_label_that_the_loss_ignores_is_in_range() -> None:
+    ignored = torch.where(torch.arange(10) == 9, -100, Y)
+    assert model().fit((X, ignored), batch_size=2, verbose=0).history["loss"][0] > 0
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.L1Loss(), nn.SmoothL1Loss(), nn.HuberLoss(), nn.BCEWithLogitsLoss()])
+def test_shapes_that_torch_would_broadcast(refused: Refused, loss: nn.Module) -> None:
+    refused(ValueError, r"\(10, 1\).*\(10,\).*labels\.unsqueeze\(1\)", regression(loss), (X, torch.zeros(10)))
+    with pytest.raises(ValueError, match=r"labels\.unsqueeze\(1\)"):
+        regression(loss).evaluate((X, torch.zeros(10)), verbose=0)
+
+
+def test_labels_that_are_no_probabilities(refused: Refused) -> None:
+    subject = regression(nn.BCEWithLogitsLoss())
+    refused(ValueError, r"labels\.float\(\)", subject, (X, torch.zeros(10, 1, dtype=torch.int64)))
+    refused(ValueError, "from 0 to 2.*Recode the two classes", subject, (X, Y[:, None].float()))
+
+
+# A loss that is no longer a number.
+
+
+class Breaks:
+    """A loss that is infinite at its n-th call."""
+
+    def __init__(self, call: int) -> None:
+        self.call = call
+        self.calls = 0
+
+    def __call__(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        loss = nn.functional.cross_entropy(outputs, labels)
+        return loss * torch.inf if self.calls == self.call else loss
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 5])
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_nonfinite_loss_stops_with_epoch_and_step(tmp_path: Path, accumulate: int, step: int) -> None:
+    subject = model(Breaks(5 + step))
+    with pytest.raises(RuntimeError, match=rf"epoch 2, step {step}:.*clip_grad_norm=1\.0"):
+        subject.fit(
+            (X, Y), batch_size=2, epochs=3, log_freq=1000, accumulate_grad_batches=accumulate, verbose=0,
+            save_dir=tmp_path,
+        )  # fmt: skip
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.opt.pt", "1.pt"]
+    assert subject.epochs_trained == 1
+
+
+def test_the_first_of_several_nonfinite_losses_is_named() -> None:
+    spoilt = X.clone()
+    spoilt[5:] = torch.nan
+    with pytest.raises(RuntimeError, match="epoch 1, step 3:"):
+        model().fit((spoilt, Y), batch_size=2, shuffle=False, verbose=0)
+
+
+def test_nan_policy_ignore_goes_on(tmp_path: Path) -> None:
+    spoilt = X.clone()
+    spoilt[0, 0] = torch.nan
+    history = model().fit((spoilt, Y), epochs=2, verbose=0, nan_policy="ignore", save_dir=tmp_path)
+    assert np.isnan(history.history["loss"]).tolist() == [True, True]
+    assert (tmp_path / "final.pt").exists()
+
+
+# Devices.
+
+
+@pytest.mark.parametrize("name", ["tpux", "0", "gpu:x", ""])
+def test_unknown_device(name: str) -> None:
+    with pytest.raises(ValueError, match='"cpu", "gpu", "gpu:1" or "mps"'):
+        hapi.set_device(name)
+
+
+# Files.
+
+
+def test_save_dir_that_cannot_be_written(tmp_path: Path) -> None:
+    blocked = tmp_path / "blocked"
+    blocked.write_text("mine")
+    for save_dir in (blocked, blocked / "below", str(blocked / "far" / "below")):
+        subject = model()
+        before = weights(subject.network)
+        with pytest.raises(ValueError, match="blocked is a file.*leave save_dir out"):
+            subject.fit((X, Y), save_dir=save_dir, verbose=0)
+        assert all(map(torch.equal, before, weights(subject.network)))
+    assert blocked.read_text() == "mine"
+    with pytest.raises(OSError, match="blocked.*save to another place"):
+        model().save(blocked / "below")
+
+
+@pytest.mark.parametrize("path", ["", "checkpoints/"])
+def test_paths_that_name_no_file(path: str) -> None:
+    for call in (model().save, model().load):
+        with pytest.raises(ValueError, match='"checkpoints/mnist"'):
+            call(path)
+    with pytest.raises(TypeError, match='"checkpoints/mnist"'):
+        model().save(3)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A whole checkpoint of another model with the same network."""
+    model().save(tmp_path / "net")
+    return tmp_path / "net.pt"
+
+
+def loading_fails(path: Path, error: type[Exception], cure: str) -> None:
+    subject = model()
+    before = weights(subject.network)
+    with pytest.raises(error, match=cure):
+        subject.load(path)
+    assert all(map(torch.equal, before, weights(subject.network)))
+
+
+def test_missing_checkpoint(tmp_path: Path) -> None:
+    loading_fails(tmp_path / "none", FileNotFoundError, r"none\.pt does not exist.*was given to save")
+
+
+def test_checkpoint_cut_short(saved: Path) -> None:
+    whole = saved.read_bytes()
+    for size in (0, 1, 100, len(whole) // 2, len(whole) - 1):
+        saved.write_bytes(whole[:size])
+        loading_fails(saved, ValueError, "not a whole checkpoint.*Load another")
+
+
+def test_flipped_bits_are_found_or_harmless(saved: Path) -> None:
+    expected = torch.load(saved, weights_only=True)
+    whole = saved.read_bytes()
+    flips = [(place, place % 8) for place in range(0, len(whole), 9)]
+    found = 0
+    for place, bit in flips:
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << bit
+        saved.write_bytes(damaged)
+        try:
+            loaded = hapi.checkpoint.read_weights(saved).state
+        except ValueError:
+            found += 1
+        else:
+            assert list(loaded) == list(expected)
+            assert all(torch.equal(loaded[key], expected[key]) for key in expected)
+    assert found > len(flips) / 4
+
+
+def test_member_that_is_marked_as_a_folder(saved: Path) -> None:
+    # The one bit whose flip no checksum shows: torch would take uninitialized memory for the weights.
+    damaged = bytearray(saved.read_bytes())
+    name = b"archive/data/0"
+    entry = damaged.rindex(name) - 46
+    assert damaged[entry : entry + 4] == b"PK\x01\x02"
+    damaged[entry + 38] ^= 0x10
+    saved.write_bytes(damaged)
+    loading_fails(saved, ValueError, "marked as a folder.*Load another")
+
+
+def test_training_state_with_a_flipped_bit(saved: Path) -> None:
+    training = saved.with_name("net.opt.pt")
+    damaged = bytearray(training.read_bytes())
+    damaged[damaged.index(b"epochs_trained")] ^= 1
+    training.write_bytes(damaged)
+    loading_fails(saved, ValueError, r"net\.opt\.pt is not a whole checkpoint")
+
+
+def test_checkpoint_of_another_network(saved: Path) -> None:
+    subject = model(network=nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)))
+    with pytest.raises(ValueError, match=r"missing: 0\.weight.*unexpected: weight, bias.*skip_mismatch=True"):
+        subject.load(saved)
+    wider = model(network=nn.Linear(5, 3))
+    with pytest.raises(ValueError, match=r"weight \(\(3, 4\) in the file, \(3, 5\) in the network\)"):
+        wider.load(saved)
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    text = tmp_path / "text.pt"
+    text.write_text("weights: 3")
+    loading_fails(text, ValueError, r"torch\.save\(network\.state_dict\(\), path\)")
+    a_list = tmp_path / "list.pt"
+    torch.save([torch.zeros(3)], a_list)
+    loading_fails(a_list, ValueError, r"holds a list.*torch\.save\(network\.state_dict\(\), path\)")
+    whole_network = tmp_path / "network.pt"
+    torch.save(nn.Linear(4, 3), whole_network)
+    loading_fails(whole_network, ValueError, r"torch\.save\(network\.state_dict\(\), path\)")
+
+
+class Runs:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_code_in_a_file_does_not_run(tmp_path: Path) -> None:
+    trap = tmp_path / "trap"
+    plain, archive, legacy = (tmp_path / f"{name}.pt" for name in ("plain", "archive", "legacy"))
+    plain.write_bytes(pickle.dumps(Runs(trap)))
+    torch.save({"weight": Runs(trap)}, archive)
+    torch.save({"weight": Runs(trap)}, legacy, _use_new_zipfile_serialization=False)
+    for path in (plain, archive, legacy):
+        loading_fails(path, ValueError, "Load another checkpoint")
+    assert not trap.exists()
+    torch.load(archive, weights_only=False)  # The trap would have worked.
+    assert trap.exists()
+
+
+def test_compressed_members(saved: Path) -> None:
+    with zipfile.ZipFile(saved) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(saved, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    loading_fails(saved, ValueError, "compressed members.*save it anew")
+
+
+def test_legacy_format(tmp_path: Path) -> None:
+    path = tmp_path / "legacy.pt"
+    torch.save(nn.Linear(4, 3).state_dict(), path, _use_new_zipfile_serialization=False)
+    loading_fails(path, ValueError, "save it anew with torch.save")

@@ -1,0 +1,76 @@
+"""A run that was ended between two epochs and resumed ends with the bits of one that was not."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import hapi
+
+sys.path.insert(0, str(Path(__file__).parent))
+import resume_runs
+
+
+def test_resumed_runs_end_with_the_same_bits(tmp_path):
+    resume_runs.check(tmp_path)
+
+
+@pytest.mark.parametrize("processes", [3])
+def test_so_they_do_on_several_processes(tmp_path, processes):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    run = subprocess.run(
+        [*command, resume_runs.__file__, str(tmp_path)],
+        capture_output=True, text=True, timeout=180, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert sorted(run.stdout.split("\n")[:-1]) == [f"rank {rank} equal" for rank in range(processes)]
+
+
+def test_the_newest_whole_checkpoint_is_taken_and_what_is_broken_is_named(tmp_path, capsys):
+    resume_runs.trained(tmp_path, 3)
+    for name in ("final.pt", "best_model.opt.pt", "best_model.pt"):
+        os.truncate(tmp_path / name, 500)
+    (tmp_path / "3.opt.pt").unlink()
+    (tmp_path / "3.pt").touch()
+    capsys.readouterr()
+    x, y = torch.randn(8, 6), torch.randint(3, (8,))
+    torch.manual_seed(1)
+    model, _ = resume_runs.trained(tmp_path / "other", 1)
+    model.fit((x, y), epochs=5, save_dir=tmp_path, resume=True, verbose=2)
+    printed = capsys.readouterr().out
+    assert "3.pt has no 3.opt.pt beside it" in printed and "final.pt is not a whole checkpoint" in printed
+    assert f"resuming from {tmp_path / '2'}\n" in printed
+    assert model.epochs_trained == 5 and (tmp_path / "5.pt").exists()
+
+
+def test_a_fresh_start_where_there_is_nothing_and_none_without_being_asked(tmp_path, capsys):
+    _, history = resume_runs.trained(tmp_path, 2, resume=True)
+    assert history.epoch == [1, 2]
+    _, again = resume_runs.trained(tmp_path, 1)
+    assert again.epoch == [1], "resume=None goes on only after a launcher's restart"
+    _, none_left = resume_runs.trained(tmp_path, 2, resume=str(tmp_path / "2"))
+    assert none_left.epoch == [1, 2], "nothing is left to train, and its history is there"
+
+
+def test_a_restart_by_the_launcher_goes_on_by_itself(tmp_path, monkeypatch):
+    resume_runs.trained(tmp_path, 1)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    _, history = resume_runs.trained(tmp_path, 3)
+    assert history.epoch == [1, 2, 3]
+
+
+def test_resume_that_cannot_work(tmp_path):
+    model = hapi.Model(torch.nn.Linear(2, 2)).prepare("sgd", torch.nn.CrossEntropyLoss())
+    data = (torch.randn(4, 2), torch.randint(2, (4,)))
+    with pytest.raises(ValueError, match="save_dir="):
+        model.fit(data, resume=True, verbose=0)
+    with pytest.raises(TypeError, match="resume=True"):
+        model.fit(data, resume=3, verbose=0)
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        model.fit(data, resume=tmp_path / "none", verbose=0)
+    torch.save(model.network.state_dict(), tmp_path / "plain.pt")
+    with pytest.raises(ValueError, match=r"by model\.load"):
+        model.fit(data, resume=tmp_path / "plain", verbose=0)

@@ -1,0 +1,245 @@
+"""When the learning rate moves, against lists of rates from torch's own schedulers or written out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, lr_scheduler
+
+import hapi
+from hapi.callbacks import Callback, LRScheduler
+
+X = torch.randn(20, 4, generator=torch.Generator().manual_seed(1))
+Y = X[:, :3].argmax(1)
+STEPS = 5
+
+
+class Rates(Callback):
+    """The rate that each step is taken with."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_train_batch_begin(self, step: int, logs: Any = None) -> None:
+        self.rates.append(float(self.model.optimizer.param_groups[0]["lr"]))
+
+
+def model(scheduler: Any, lr: Any = 1.0, **options: Any) -> hapi.Model:
+    torch.manual_seed(0)
+    network = nn.Linear(4, 3)
+    optimizer = SGD(network.parameters(), lr=lr)
+    return hapi.Model(network).prepare(optimizer, nn.CrossEntropyLoss(), scheduler=scheduler, **options)
+
+
+def fit(subject: hapi.Model, epochs: int = 3, callbacks: Any = (), **options: Any) -> tuple[list[float], list[float]]:
+    """The rates of all steps, and the `lr` of each epoch."""
+    rates = Rates()
+    options = {"batch_size": 4, "verbose": 0, **options}
+    history = subject.fit((X, Y), epochs=epochs, callbacks=[rates, *callbacks], **options)
+    assert all(type(value) is float for value in history.history["lr"])
+    return rates.rates, history.history["lr"]
+
+
+def curve(make: Callable[[Any], Any], count: int) -> list[float]:
+    """The first rates of a scheduler that is stepped by hand."""
+    optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = make(optimizer)
+    rates = []
+    for _ in range(count):
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+step_lr = partial(lr_scheduler.StepLR, step_size=1, gamma=0.5)
+one_cycle = partial(lr_scheduler.OneCycleLR, max_lr=2.0, total_steps=3 * STEPS)
+cyclic = partial(lr_scheduler.CyclicLR, base_lr=0.1, max_lr=0.5, step_size_up=4)
+
+
+def sequence(optimizer: Any) -> Any:
+    warmup = lr_scheduler.LinearLR(optimizer, start_factor=0.25, total_iters=1)
+    return lr_scheduler.SequentialLR(optimizer, [warmup, lr_scheduler.ExponentialLR(optimizer, 0.5)], [1])
+
+
+def chain(optimizer: Any) -> Any:
+    parts = [lr_scheduler.ConstantLR(optimizer, 0.5, total_iters=2), lr_scheduler.ExponentialLR(optimizer, 0.5)]
+    return lr_scheduler.ChainedScheduler(parts, optimizer)
+
+
+def with_cycle(optimizer: Any) -> Any:
+    rest = lr_scheduler.ConstantLR(optimizer, 1.0)
+    return lr_scheduler.SequentialLR(optimizer, [lr_scheduler.CyclicLR(optimizer, 0.1, 0.5, 2), rest], [4])
+
+
+def test_no_scheduler() -> None:
+    assert fit(model(None)) == ([1.0] * 15, [1.0] * 3)
+
+
+def test_by_hand_step_lr_moves_once_an_epoch() -> None:
+    rates, epochs = fit(model(step_lr))
+    assert rates == [1.0] * 5 + [0.5] * 5 + [0.25] * 5
+    assert epochs == [1.0, 0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        step_lr,
+        partial(lr_scheduler.MultiStepLR, milestones=[1, 2]),
+        partial(lr_scheduler.CosineAnnealingLR, T_max=3),
+        partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=2),
+        partial(lr_scheduler.LambdaLR, lr_lambda=lambda epoch: 1 / (1 + epoch)),
+        partial(lr_scheduler.PolynomialLR, total_iters=3),
+        sequence,
+        chain,
+    ],
+)
+def test_schedulers_of_epochs(make: Any) -> None:
+    rates, epochs = fit(model(make))
+    assert epochs == curve(make, 3)
+    assert rates == [rate for rate in epochs for _ in range(STEPS)]
+
+
+@pytest.mark.parametrize("make", [one_cycle, cyclic, with_cycle])
+def test_schedulers_of_steps(make: Any) -> None:
+    rates, epochs = fit(model(make))
+    assert rates == curve(make, 15)
+    assert epochs == rates[4::STEPS]
+
+
+@pytest.mark.parametrize(("accumulate", "windows"), [(2, [2, 2, 1]), (3, [3, 2]), (5, [5]), (9, [5])])
+def test_a_step_is_one_of_the_optimizer(accumulate: int, windows: list[int]) -> None:
+    make = partial(lr_scheduler.OneCycleLR, max_lr=2.0, total_steps=3 * len(windows))
+    rates, epochs = fit(model(make), accumulate_grad_batches=accumulate)
+    expected = curve(make, 3 * len(windows))
+    assert rates == [rate for rate, size in zip(expected, 3 * windows, strict=True) for _ in range(size)]
+    assert epochs == expected[len(windows) - 1 :: len(windows)]
+
+
+@pytest.mark.parametrize(
+    ("make", "interval", "per_step"), [(step_lr, "step", True), (cyclic, "epoch", False), (step_lr, "epoch", False)]
+)
+def test_interval_of_prepare(make: Any, interval: str, per_step: bool) -> None:
+    subject = model(make, scheduler_interval=interval)
+    assert subject.scheduler_interval == interval
+    rates, epochs = fit(subject)
+    assert (rates if per_step else epochs) == curve(make, 15 if per_step else 3)
+
+
+def test_lr_callback_decides_for_one_fit() -> None:
+    subject = model(step_lr)
+    rates, _ = fit(subject, epochs=1, callbacks=[LRScheduler(by_step=True)])
+    assert rates == curve(step_lr, 5)
+    assert subject.scheduler_interval == "epoch"
+    rates, _ = fit(subject, epochs=2)
+    assert rates == [0.5**5] * 5 + [0.5**6] * 5
+    rates, epochs = fit(model(one_cycle), callbacks=[LRScheduler(by_epoch=True)])
+    assert epochs == curve(one_cycle, 3)
+
+
+def test_an_object_or_a_callable() -> None:
+    subject = model(None)
+    scheduler = step_lr(subject.optimizer)
+    subject.prepare(subject.optimizer, nn.CrossEntropyLoss(), scheduler=scheduler)
+    assert subject.scheduler is scheduler
+    assert fit(subject)[1] == [1.0, 0.5, 0.25]
+    subject = model(lambda optimizer: step_lr(optimizer))
+    assert isinstance(subject.scheduler, lr_scheduler.StepLR)
+    assert fit(subject)[1] == [1.0, 0.5, 0.25]
+    assert isinstance(model(lr_scheduler.ConstantLR).scheduler, lr_scheduler.ConstantLR)
+
+
+class Warmup:
+    """A scheduler of the user's own, not derived from torch's."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.count = 0
+
+    def step(self) -> None:
+        self.count += 1
+        self.optimizer.param_groups[0]["lr"] = 1.0 + self.count
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_a_scheduler_of_the_users_own() -> None:
+    assert fit(model(Warmup))[1] == [1.0, 2.0, 3.0]
+    assert fit(model(Warmup, scheduler_interval="step"), epochs=1)[0] == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_it_goes_on_over_calls() -> None:
+    subject = model(one_cycle)
+    rates = [rate for _ in range(3) for rate in fit(subject, epochs=1)[0]]
+    assert rates == curve(one_cycle, 15)
+
+
+def test_a_call_that_ends_early_counts_the_steps_taken() -> None:
+    subject = model(one_cycle)
+    rates, _ = fit(subject, num_iters=7)
+    assert rates == curve(one_cycle, 7)
+    assert fit(subject, num_iters=8)[0] == curve(one_cycle, 15)[7:]
+
+
+def test_tensor_learning_rate() -> None:
+    rates, epochs = fit(model(step_lr, lr=torch.tensor(1.0)))
+    assert rates == [1.0] * 5 + [0.5] * 5 + [0.25] * 5
+    assert epochs == [1.0, 0.5, 0.25]
+
+
+@pytest.mark.parametrize("amp_configs", ["bf16", "fp16"])
+def test_under_mixed_precision(amp_configs: str) -> None:
+    assert fit(model(one_cycle, amp_configs=amp_configs))[0] == curve(one_cycle, 15)
+
+
+def plateau(optimizer: Any) -> Any:
+    # With this threshold nothing counts as an improvement but the first value.
+    return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0, threshold_mode="abs")
+
+
+def test_plateau_sees_val_loss() -> None:
+    _, epochs = fit(model(plateau), epochs=4, eval_data=(X, Y))
+    assert epochs == [1.0, 1.0, 0.5, 0.25]
+    subject = model(plateau, lr=0.1)
+    history = subject.fit((X, Y), (X[:4], Y[:4]), batch_size=4, epochs=3, verbose=0).history
+    assert subject.scheduler.best == history["val_loss"][0]
+
+
+def test_plateau_moves_only_where_there_was_an_evaluation() -> None:
+    _, epochs = fit(model(plateau), epochs=6, eval_data=(X, Y), eval_freq=2)
+    assert epochs == [1.0, 1.0, 1.0, 1.0, 0.5, 0.5]
+
+
+def test_plateau_has_no_unit_but_the_evaluation() -> None:
+    _, epochs = fit(model(plateau, scheduler_interval="step"), epochs=3, eval_data=(X, Y))
+    assert epochs == [1.0, 1.0, 0.5]
+
+
+def test_train_batch_moves_a_scheduler_of_steps() -> None:
+    subject = model(cyclic)
+    rates = []
+    for x, y in zip(X.split(4), Y.split(4), strict=True):
+        rates.append(subject.optimizer.param_groups[0]["lr"])
+        subject.train_batch(x, y)
+    assert rates == curve(cyclic, 5)
+    subject = model(step_lr)
+    subject.train_batch(X, Y)
+    assert subject.optimizer.param_groups[0]["lr"] == 1.0
+
+
+def test_train_batch_without_an_update_moves_nothing() -> None:
+    subject = model(cyclic)
+    subject.train_batch(X, Y, update=False)
+    assert subject.optimizer.param_groups[0]["lr"] == 0.1
+    subject.train_batch(X, Y)
+    assert subject.optimizer.param_groups[0]["lr"] == curve(cyclic, 2)[1]
