@@ -1,0 +1,76 @@
+"""What the processes of `test_group.py` run: `python rank_scripts.py NAME`."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hapi.distributed import group
+
+
+def say(text: str) -> None:
+    # In one piece: lines of several processes do not mix.
+    print(f"{text}\n", end="", flush=True)
+
+
+class Places(torch.utils.data.Dataset[torch.Tensor]):
+    """What a DataLoader's worker answers."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([group.get_rank(), group.get_world_size(), int(group.is_initialized())])
+
+
+def restarted() -> None:
+    """Rank 1 dies in the first two rounds."""
+    group.start()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    if group.get_rank() == 1 and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    group.barrier()
+    say(f"rank {group.get_rank()} finished in round {os.environ['TORCHELASTIC_RESTART_COUNT']}")
+
+
+def left_alone() -> None:
+    """Rank 1 starts a child, then leaves without a word; rank 0 ends a little later."""
+    group.start()
+    group.start()
+    group.barrier()
+    if group.get_rank() == 1:
+        child = [sys.executable, "-c", "import children; print('child is a rank:', children.detect() is not None)"]
+        subprocess.run(child, check=True, env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)})
+        for method in ("fork", "spawn"):
+            loader = torch.utils.data.DataLoader(Places(), num_workers=1, multiprocessing_context=method)
+            say(f"{method} worker: {next(iter(loader)).tolist()}")
+        sys.stdout.flush()
+        os._exit(0)
+    time.sleep(1.0)
+
+
+def users_group() -> None:
+    """The user has made a group; hapi uses it and leaves it as it was."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    atexit.register(lambda: say(f"still there at exit: {dist.is_initialized()}"))
+    group.start()
+    group.barrier()
+    say(f"{group.launcher_name()}: {group.get_world_size()}")
+
+
+def waits_in_vain() -> None:
+    """The process group of two, of which one is missing."""
+    group.start()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
