@@ -1,0 +1,71 @@
+# make demo     train on the Fashion-MNIST sample that the package ships: bar, accuracy, checkpoint
+# make test     the tests;  make test ARGS="-k summary"  some of them
+# make lint     ruff and mypy
+# make bench    the benchmarks of the README (full MNIST; several minutes)
+# make clean    removes what these commands have made, .venv included
+#
+# By default everything is installed into a virtual environment of its own: .venv (VENV=folder: another place), made
+# with python3 (BASE_PYTHON=python3.12: another one). With PYTHON=/path/to/python an environment that has torch
+# already is used instead. hapi is then installed into that environment, as a link to this folder, and nothing else.
+
+VENV ?= .venv
+BASE_PYTHON ?= python3
+ARGS ?=
+python := $(or $(PYTHON),$(VENV)/bin/python)
+pip := $(python) -m pip --disable-pip-version-check install
+
+.PHONY: help demo test lint bench clean install
+
+help:
+	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
+
+demo: install
+	$(python) examples/quickstart.py
+
+test: needs := pytest
+test: install
+	$(python) -m pytest $(ARGS)
+
+lint: needs := ruff mypy
+lint: install
+	$(python) -m ruff check .
+	$(python) -m ruff format --check .
+	$(python) -m mypy hapi
+
+bench: install
+	$(python) benchmarks/bench_fit.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info checkpoints .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+ifdef PYTHON
+
+find_missing := import importlib.util, sys; print(*(n for n in sys.argv[1:] if not importlib.util.find_spec(n)))
+
+install:
+	@missing=$$($(python) -c '$(find_missing)' torch torchvision tqdm $(needs)); [ -z "$$missing" ] || { \
+	  echo "PYTHON=$(PYTHON) lacks: $$missing. make adds nothing but hapi to an environment that is not its own." \
+	    "Run $(PYTHON) -m pip install $$missing, or leave PYTHON out." >&2; exit 1; }
+	@echo "Installing hapi, as a link to this folder, into the environment of $(PYTHON)"
+	@# Without a network if the setuptools there is new enough (77; torch brings a newer one), else with build isolation.
+	@$(pip) -q --no-deps --no-build-isolation --no-index -e . 2>/dev/null || $(pip) -q --no-deps -e .
+
+else
+
+# pip is tested each time, since an interrupted `python -m venv` leaves a python without it. The stamp is written after
+# pip has succeeded, and holds the name of this folder, since several checkouts may share one VENV.
+stamp := $(VENV)/.hapi-installed
+too_old := import sys; sys.exit(sys.version_info < (3, 10))
+
+install:
+	@$(python) -m pip --version >/dev/null 2>&1 || { \
+	  $(BASE_PYTHON) -c '$(too_old)' || { echo "hapi needs Python 3.10 or newer, and $(BASE_PYTHON) is not." \
+	    "Name another: make BASE_PYTHON=python3.12" >&2; exit 1; }; \
+	  echo "Making the virtual environment $(VENV)"; $(BASE_PYTHON) -m venv --clear $(VENV); }
+	@[ "$$(cat $(stamp) 2>/dev/null)" = "$(CURDIR)" ] && [ $(stamp) -nt pyproject.toml ] || { \
+	  $(pip) -e '.[dev]' || { echo "pip could not install hapi (see above). Without a network torch must be there" \
+	    "already: name the Python that has it, make PYTHON=/path/to/python" >&2; exit 1; }; \
+	  echo "$(CURDIR)" >$(stamp); }
+
+endif
