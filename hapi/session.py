@@ -91,7 +91,14 @@ def evaluate(model: Model, data: Any, callbacks: Any, options: PassOptions, num_
     """Evaluate; see `Model.evaluate`."""
     with _single_pass(model, data, callbacks, options) as (run, feed):
         model._engine.look_at_labels([feed])
-        return loop.evaluate(run, feed, num_iters)
+        values = loop.evaluate(run, feed, num_iters)
+    if not values:
+        raise ValueError(
+            "evaluate had nothing to compute: the model was prepared with neither a loss nor metrics, and its outputs "
+            "hold no loss. Write model.prepare(loss=nn.CrossEntropyLoss(), metrics=hapi.metrics.Accuracy()), or use "
+            "predict."
+        )
+    return values
 
 
 def predict(model: Model, data: Any, callbacks: Any, options: PassOptions, stack_outputs: bool) -> Any:

@@ -473,3 +473,9 @@ def test_ignored_and_weighted_labels_accumulate_as_one_large_batch():
     torch.testing.assert_close(weights(net), large, rtol=1e-5, atol=1e-6)
     total = sum(value.item() * weight.item() for value, weight in losses)
     assert loss_large == pytest.approx(total / sum(weight.item() for _, weight in losses), rel=1e-5)
+
+
+def test_evaluate_without_anything_to_compute_says_so():
+    x, y = make_data()
+    with pytest.raises(ValueError, match="or use"):
+        hapi.Model(make_net()).evaluate((x, y), verbose=0)
