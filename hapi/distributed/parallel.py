@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -124,7 +124,7 @@ class GradientExchange:
         if not last:
             return self._wrapped.no_sync()
         # What earlier passes have left tells, once it is the same after the last one, that this one did not reach it.
-        self._before = [_state(p) for p in self._shared] if self._passes > 1 else [None] * len(self._shared)
+        self._before = [_Contents.of(p) if self._passes > 1 else None for p in self._shared]
         return nullcontext()
 
     def complete(self) -> None:
@@ -135,7 +135,8 @@ class GradientExchange:
         reached = [parameter.grad is not None for parameter in self._trained]
         everything = all(reached)
         own_marks = self._all_reached if everything else self._all_reached.new_tensor(reached)
-        waiting = [p for p, before in zip(self._shared, self._before, strict=True) if _state(p) == before]
+        pairs = zip(self._shared, self._before, strict=True)
+        waiting = [p for p, before in pairs if p.grad is None or (before is not None and before.still_of(p))]
         torch.autograd.backward([marks, *waiting], [own_marks, *(self._zero(p) for p in waiting)])
         if not everything and marks.grad is not None:
             for parameter, part in zip(self._trained, marks.grad.tolist(), strict=True):
@@ -162,13 +163,23 @@ class GradientExchange:
     def _zero(self, parameter: nn.Parameter) -> torch.Tensor:
         if id(parameter) in self._sparse:
             rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-            return torch.sparse_coo_tensor(rows, parameter.new_empty((0, *parameter.shape[1:])), parameter.shape)
+            none = parameter.new_empty((0, *parameter.shape[1:]))
+            return torch.sparse_coo_tensor(rows, none, parameter.shape, check_invariants=True)
         return torch.zeros_like(parameter)
 
 
-def _state(parameter: nn.Parameter) -> tuple[int, int] | None:
-    """What changes when a backward pass reaches the parameter: its gradient, or that gradient's contents."""
-    return None if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
+class _Contents(NamedTuple):
+    """What changes when a backward pass reaches a parameter that has a gradient: the tensor, or what is in it."""
+
+    tensor: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> _Contents | None:
+        return None if parameter.grad is None else cls(parameter.grad, parameter.grad._version)
+
+    def still_of(self, parameter: nn.Parameter) -> bool:
+        return parameter.grad is self.tensor and self.tensor._version == self.version
 
 
 def _with_sparse_gradients(replica: Replica) -> set[int]:
