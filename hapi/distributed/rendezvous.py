@@ -65,7 +65,15 @@ def meet(launch: LaunchInfo, make_store: Callable[..., Any]) -> Any:
     Raises:
         RuntimeError: No address is known, its port is taken, or some have not come in time; these are named.
     """
-    return _Meeting(launch, make_store, chosen_timeout() or _PATIENCE).hold()
+    meeting = _Meeting(launch, make_store, chosen_timeout() or _PATIENCE)
+    store = meeting.hold()
+    # Rank 0's store at the known port lives on, since something may hold a destroyed group; a later group is announced
+    # in it, as in an agent's.
+    _met.setdefault((meeting.address, meeting.port), store)
+    return store
+
+
+_met: dict[tuple[str, int], Any] = {}
 
 
 class _Meeting:
@@ -80,7 +88,9 @@ class _Meeting:
         self.agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "TORCHELASTIC_RUN_ID" in os.environ
 
     def hold(self) -> Any:
-        agent = self._patiently(lambda: self._connect(self.address, self.port)) if self.agents else None
+        agent = _met.get((self.address, self.port))
+        if agent is None and self.agents:
+            agent = self._patiently(lambda: self._connect(self.address, self.port))
         if self.launch.rank == 0:
             store = self._serve(agent)
             self._enter(store)

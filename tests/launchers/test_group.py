@@ -38,6 +38,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HAPI_TIMEOUT", "20")
+    monkeypatch.setattr(rendezvous, "_met", {})
 
 
 @pytest.fixture
@@ -120,6 +121,7 @@ def test_a_restarted_round_does_not_meet_the_dead(in_threads: Any, monkeypatch: 
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     first = [future.result() for future in in_threads(lambda r: meet(launch(r, 2, agents.port)), 0, 1)]
     first[0].set("default_pg/0/address", "of a dead worker")
+    rendezvous._met.clear()  # New processes have met nobody yet.
     # The first round's store is alive still, as it may be on another host; rank 1 is early.
     late = in_threads(lambda r: meet(launch(r, 2, agents.port)), 1)[0]
     time.sleep(0.5)
@@ -128,6 +130,18 @@ def test_a_restarted_round_does_not_meet_the_dead(in_threads: Any, monkeypatch: 
     assert not second[0].check(["default_pg/0/address"])
     second[0].set("word", "given")
     assert second[1].get("word") == b"given"
+
+
+def test_a_second_group_after_the_first_was_destroyed(in_threads: Any) -> None:
+    port = free_port()
+    rounds = []
+    for _ in range(3):
+        stores = [future.result() for future in in_threads(lambda r: meet(launch(r, 2, port)), 1, 0)]
+        assert not stores[0].check(["word"])
+        stores[0].set("word", "given")
+        assert stores[1].get("word") == b"given"
+        rounds.append(stores)
+    assert len({stores[1].port for stores in rounds}) == 3
 
 
 def test_no_address_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
