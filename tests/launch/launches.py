@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import textwrap
 import time
@@ -24,17 +26,19 @@ class Launch:
         arguments: After it.
         environment: Additions to this process's.
         console: What its stdout is, by default a file.
+        host: The name of a network namespace to be in, with the host name of that.
     """
 
-    def __init__(self, folder, script, *options, arguments=(), environment=None, console=None):
+    def __init__(self, folder, script, *options, arguments=(), environment=None, console=None, host=None):
         self.folder = Path(folder)
+        self.folder.mkdir(exist_ok=True)
         (self.folder / "s.py").write_text(textwrap.dedent(script))
         self._out = str(console or self.folder / "out")
         command = [*options, "s.py", *arguments]
         variables = {"CUDA_VISIBLE_DEVICES": "", **(environment or {})}
         _processes.set_forkserver_preload(["torch", "hapi", "hapi.distributed.launch.run"])
         self.began = time.time()
-        self._process = _processes.Process(target=_launch, args=(command, str(self.folder), variables, self._out))
+        self._process = _processes.Process(target=_launch, args=(command, str(self.folder), variables, self._out, host))
         self._process.start()
         self.pid = self._process.pid
 
@@ -89,8 +93,19 @@ def is_gone(pid):
         return True
 
 
-def _launch(command, folder, variables, out):
+def _enter(host):
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_network, new_names = 0x40000000, 0x04000000
+    with open(f"/var/run/netns/{host}") as namespace:
+        if libc.setns(namespace.fileno(), new_network) or libc.unshare(new_names):
+            raise OSError(ctypes.get_errno(), host)
+    socket.sethostname(host)
+
+
+def _launch(command, folder, variables, out, host):
     os.setsid()
+    if host:
+        _enter(host)
     os.chdir(folder)
     os.environ.update(variables)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY

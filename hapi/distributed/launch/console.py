@@ -120,7 +120,8 @@ class _Terminal:
 
     def stop(self) -> None:
         """Show the rest."""
-        signal.signal(signal.SIGWINCH, signal.SIG_DFL)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGWINCH, signal.SIG_DFL)
         os.close(self._theirs)
         os.write(self._waker, b"x")
         self._thread.join(timeout=5)

@@ -129,6 +129,18 @@ def ended_how(failure: Failure) -> str:
     return f"was ended by {name}{memory}"
 
 
+def report(failures: Sequence[Failure], rank_0_is_shown: bool) -> tuple[int, str]:
+    """The exit code of a job that failed so, and what is said about it.
+
+    Args:
+        failures: Those of all hosts, at least one.
+        rank_0_is_shown: Whether rank 0's output stands on this console.
+    """
+    first = min(failures, key=lambda failure: failure.order)
+    alike = [failure.rank for failure in failures if failure is first or failure.message == first.message != ""]
+    return first.status, describe(first, failures, rank_0_is_shown and 0 in alike)
+
+
 def describe(first: Failure, failures: Sequence[Failure], already_shown: bool) -> str:
     """The report on the console.
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
 
-from hapi.distributed.launch.console import say
-from hapi.distributed.launch.failures import Failure, exit_status
+from hapi.distributed.launch.failures import exit_status
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-# How long the main thread gets to act on a signal itself. It cannot while it waits inside torch for other hosts.
+# How long the main thread gets to act itself. It cannot while it waits inside torch for other hosts.
 _PATIENCE = 1.0
 
 
@@ -26,38 +24,41 @@ class Job:
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self.remote: Failure | None = None
-        """Why another host ended."""
+        self.is_mine = True
+        """Whether the signal came to this host, and not to another."""
+        self.elsewhere = ""
+        """What ended the job on another host, empty where nothing did."""
+        self.is_lost = False
+        """Whether that is the loss of a host."""
         self.hurry = False
         """Whether the user will not wait for the grace."""
-        self._heard = threading.Event()
         self._answered = threading.Event()
-        self._on_give_up: Callable[[], None] = lambda: None
+        self._conclude: Callable[[], int] = lambda: self.status
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
-        readable, writable = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else os.pipe()
-        os.set_blocking(readable, True)
+        readable, writable = os.pipe()
         os.set_blocking(writable, False)
         signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
-        threading.Thread(target=self._listen, args=(readable,), name="hapi-signals", daemon=True).start()
+        self._start(lambda: self._listen(readable))
 
     @property
     def is_told(self) -> bool:
         """Whether the job is to end."""
-        return self.signal is not None or self.remote is not None
+        return self.signal is not None or bool(self.elsewhere)
 
     @property
     def status(self) -> int:
-        """The exit code that follows from what was told."""
-        if self.signal is not None:
-            # Pre-emption, by whichever signal, has one code.
-            return exit_status(-(signal.SIGTERM if self.signal == signal.SIGUSR1 else self.signal))
-        return self.remote.status if self.remote is not None else 1
+        """The exit code that follows from a signal, or from the loss of a host."""
+        if self.signal is None:
+            return 1
+        # Pre-emption, by whichever signal, has one code.
+        return exit_status(-(signal.SIGTERM if self.signal == signal.SIGUSR1 else self.signal))
 
     @property
-    def for_workers(self) -> int | None:
-        """The signal that tells the workers to stop, None for the usual one. Few expect the end of a terminal."""
-        return None if self.signal in (signal.SIGHUP, signal.SIGQUIT) else self.signal
+    def for_workers(self) -> int:
+        """The signal that tells the workers to stop. Few expect the end of a terminal."""
+        unusual = self.signal in (None, signal.SIGHUP, signal.SIGQUIT)
+        return signal.SIGTERM if self.signal is None or unusual else self.signal
 
     def raise_if_told(self) -> None:
         """Called by the main thread, between two looks at the workers.
@@ -69,19 +70,39 @@ class Job:
             self._answered.set()
             raise Told
 
-    def tell(self, failure: Failure) -> None:
-        """Another host has ended."""
-        if not self.is_told:
-            self.remote = failure
-        self._give_up_unless_answered()
-
     def answer(self) -> None:
         """The main thread takes care of the end from here on."""
         self._answered.set()
 
-    def on_give_up(self, action: Callable[[], None]) -> None:
-        """What to do, in another thread, before the process is left without its main thread."""
-        self._on_give_up = action
+    def concludes_by(self, conclude: Callable[[], int]) -> None:
+        """What to do, in another thread, where the main thread is stuck in torch and no worker runs.
+
+        Args:
+            conclude: Says what there is to say. Returns the exit code.
+        """
+        self._conclude = conclude
+
+    def tell(self, what: str) -> None:
+        """Another host has failed."""
+        if not self.is_told:
+            self.elsewhere = what
+            self._start(self._give_up_unless_answered)
+
+    def lose(self, what: str) -> None:
+        """Another host is lost."""
+        if not self.is_told:
+            self.is_lost = True
+            self.tell(what)
+
+    def pass_on(self, number: int) -> None:
+        """Another host has received a signal."""
+        if not self.is_told:
+            self.is_mine = False
+            self._receive(number)
+
+    def _receive(self, number: int) -> None:
+        self.signal = number
+        self._start(self._give_up_unless_answered)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # The listening thread does all of it; this is here so that the signal does nothing else.
@@ -95,14 +116,15 @@ class Job:
                 # A second SIGTERM says nothing new: a scheduler sends it to all processes. A second Ctrl-C does.
                 self.hurry = self.hurry or (self.is_told and number == signal.SIGINT)
                 if not self.is_told:
-                    self.signal = number
-                    threading.Thread(target=self._give_up_unless_answered, daemon=True).start()
+                    self._receive(number)
 
     def _give_up_unless_answered(self) -> None:
-        """Where the main thread is stuck in torch, no worker runs: leave without it."""
         if not self._answered.wait(_PATIENCE):
-            with contextlib.suppress(Exception):
-                self._on_give_up()
-            if self.signal is not None:
-                say(f"{signal.Signals(self.signal).name} while waiting for other hosts; exit code {self.status}")
-            os._exit(self.status)
+            code = self.status
+            try:
+                code = self._conclude()
+            finally:
+                os._exit(code)
+
+    def _start(self, work: Callable[[], None]) -> None:
+        threading.Thread(target=work, name="hapi-job", daemon=True).start()

@@ -35,6 +35,8 @@ class WorkerLogs(LogsSpecs):
         self._environment = dict(environment)
         self._output: Output | None = None
         self.errors = Path(tempfile.mkdtemp(prefix="hapirun-"))
+        self.shows_rank_0 = False
+        """Whether what rank 0 wrote in this round stands on this console."""
         self.round = 0
         """How often the workers have been started before, in this job."""
         try:
@@ -64,6 +66,7 @@ class WorkerLogs(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Called by torch before each start of the workers: make the files, complete the environments."""
         self.stop_showing()
+        self.shows_rank_0 = False
         for environment in envs.values():
             rank = int(environment["RANK"])
             position = self._make(self.path(rank))
@@ -74,6 +77,7 @@ class WorkerLogs(LogsSpecs):
             environment[stub.LOG] = str(self.path(rank).absolute())
             if rank == 0:
                 self._output = show(self.path(rank), position)
+                self.shows_rank_0 = True
                 if self._output.target:
                     environment[stub.CONSOLE] = self._output.target
         if self.round == 0:

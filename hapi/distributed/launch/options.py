@@ -54,7 +54,8 @@ _ELSEWHERE = {
     "--module": "-m",
 }
 _CLOSE_ENOUGH = 0.7
-_DEFAULT_PORT = 29400
+DEFAULT_PORT = 29400
+"""Where hosts meet, unless --master names another port."""
 
 
 class UsageError(Exception):
@@ -232,7 +233,7 @@ def _address(text: str | None) -> tuple[str, int] | None:
         return None
     host, colon, port = text.rpartition(":")
     if not colon:
-        return text, _DEFAULT_PORT
+        return text, DEFAULT_PORT
     number = _whole("the port of --master", port, least=1) or 0
     if not host or number > 65535:
         raise UsageError(f"--master {text} is not an address. Write HOST:PORT with a port of at most 65535.")
