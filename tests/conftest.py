@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,16 @@ def data_home() -> Path:
     if not folder:
         pytest.skip("needs the full data sets: set HAPI_DATA_HOME to a torchvision root that holds them")
     return Path(folder)
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    # Joining a process group sets variables (such as GLOO_SOCKET_IFNAME) that would steer every later one.
+    before = dict(os.environ)
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.hookimpl(wrapper=True)
