@@ -1,4 +1,4 @@
-"""A script of plain PyTorch that starts the process group by hand, and then uses `hapi.Model`: the group is taken as it is.
+"""A script of plain PyTorch that starts the process group by hand; `hapi.Model` takes the group as it is.
 
     torchrun --nproc-per-node 2 examples/torch_ddp.py
 

@@ -30,4 +30,6 @@ for _ in range(300):
 
 fleet.barrier_worker()
 checksum = sum(parameter.sum().item() for parameter in layer.parameters())
-print(f"worker {fleet.worker_index()} of {fleet.worker_num()}: loss {loss.item():.4f}, weights {checksum:.6f}\n", end="")
+print(
+    f"worker {fleet.worker_index()} of {fleet.worker_num()}: loss {loss.item():.4f}, weights {checksum:.6f}\n", end=""
+)

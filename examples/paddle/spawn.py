@@ -2,8 +2,8 @@
 
     python examples/paddle/spawn.py
 
-Functions of the script itself are sent by value, which needs the package cloudpickle (the extra of that name). Prints, for each
-form, what the processes returned: weights that are equal in all of them. Twenty seconds on two CPU cores.
+Functions of the script itself are sent by value, which needs the package cloudpickle (the extra of that name).
+Prints, for each form, what the processes returned: weights that are equal in all of them. Twenty seconds on two cores.
 """
 
 import torch

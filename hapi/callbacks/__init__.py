@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from hapi.callbacks.base import Callback
 from hapi.callbacks.checkpoint import ModelCheckpoint
-from hapi.callbacks.csv_logger import CSVLogger
 from hapi.callbacks.history import History
-from hapi.callbacks.lr import LRScheduler, ReduceLROnPlateau
 from hapi.callbacks.progress import ProgBarLogger
-from hapi.callbacks.stopping import EarlyStopping
+
+if TYPE_CHECKING:
+    from hapi.callbacks.csv_logger import CSVLogger
+    from hapi.callbacks.lr import LRScheduler, ReduceLROnPlateau
+    from hapi.callbacks.stopping import EarlyStopping
 
 __all__ = [
     "CSVLogger",
@@ -20,3 +25,17 @@ __all__ = [
     "ProgBarLogger",
     "ReduceLROnPlateau",
 ]
+
+# Those that no fit has by itself: imported when asked for, so that `import hapi` stays light.
+_ON_DEMAND = {
+    "CSVLogger": "hapi.callbacks.csv_logger",
+    "EarlyStopping": "hapi.callbacks.stopping",
+    "LRScheduler": "hapi.callbacks.lr",
+    "ReduceLROnPlateau": "hapi.callbacks.lr",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ON_DEMAND:
+        return getattr(importlib.import_module(_ON_DEMAND[name]), name)
+    raise AttributeError(f"module 'hapi.callbacks' has no attribute {name!r}")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.utils.data
 
 from hapi.device import current_device
-from hapi.distributed import excepthook, rendezvous
+from hapi.distributed import excepthook
 from hapi.distributed.launchers import OWNER, LaunchInfo, detect, owner_mark, placed
 
 T = TypeVar("T")
@@ -44,11 +44,14 @@ def start() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     _take_the_rank()
+    # Only for a process among others.
+    from hapi.distributed import rendezvous
+
     timeout = rendezvous.chosen_timeout()
     store = rendezvous.meet(launch, dist.TCPStore)  # type: ignore[attr-defined]  # torch does not list it
     try:
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            os.environ.get("HAPI_BACKEND") or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"),
             store=store,
             rank=launch.rank,
             world_size=launch.world_size,
