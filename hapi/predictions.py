@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -14,15 +15,16 @@ Positioned = tuple[int | torch.Tensor, int, Any]
 
 
 def in_batches(parts: list[Positioned], ordered: bool) -> list[Any]:
-    """One entry per batch, in the data set's order."""
-    gathered = [part for rank in group.gather_objects(parts) for part in rank]
-    if ordered:
+    """One entry per batch, in the data set's order; rank by rank where any rank's part has no place in one."""
+    ranks = group.gather_objects((parts, ordered))
+    gathered = [part for parts, _ in ranks for part in parts]
+    if _agreed_order([ordered for _, ordered in ranks]):
         gathered.sort(key=lambda part: int(part[0].min()) if isinstance(part[0], torch.Tensor) else part[0])
     return [outputs for _, _, outputs in gathered]
 
 
 def stacked(parts: list[Positioned], ordered: bool) -> Any:
-    """All rows stacked, in the network's own output structure.
+    """All rows stacked, in the network's own output structure; in the same order as `in_batches`.
 
     Raises:
         ValueError: Rows differ in shape, or an output has no row for each sample.
@@ -35,16 +37,28 @@ def stacked(parts: list[Positioned], ordered: bool) -> Any:
     shapes = None if local is None else [(tuple(column.shape[1:]), column.dtype) for column in local]
     structure = parts[0][2] if parts else None
     template = map_tensors(lambda tensor: tensor[:0], structure) if local is not None else None
-    ranks = group.gather_objects((problem, shapes, template, _row_keys(parts)))
+    ranks = group.gather_objects((problem, shapes, template, _row_keys(parts), ordered))
     _refuse_unequal(ranks)
-    keys = torch.cat([keys for *_, keys in ranks])
-    order = torch.argsort(keys, stable=True) if ordered else None
-    template = next(template for _, shapes, template, _ in ranks if shapes is not None)
+    keys = torch.cat([keys for *_, keys, _ in ranks])
+    order = torch.argsort(keys, stable=True) if _agreed_order([ordered for *_, ordered in ranks]) else None
+    template = next(template for _, shapes, template, *_ in ranks if shapes is not None)
     if local is None:
         local = [leaf.clone() for leaf in leaves(template)]
-    counts = [len(keys) for *_, keys in ranks]
+    counts = [len(keys) for *_, keys, _ in ranks]
     whole = iter([_joined(column, counts, order) for column in local])
     return map_tensors(lambda _: next(whole), template)
+
+
+def _agreed_order(ranks: list[bool]) -> bool:
+    """Whether rows have places in one order on all ranks: one without any batch cannot tell by itself."""
+    if not all(ranks) and len(ranks) > 1 and group.get_rank() == 0:
+        warnings.warn(
+            "predict received data that shards itself among the processes, whose order nobody else knows: its rows "
+            "come rank by rank, rank 0's first. For the order of the data set predict on one that does not shard "
+            "itself.",
+            stacklevel=2,
+        )
+    return all(ranks)
 
 
 def _joined(column: torch.Tensor, counts: list[int], order: torch.Tensor | None) -> torch.Tensor:

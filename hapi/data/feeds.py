@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hapi import batch as batches
+from hapi.data.epochs import set_epoch
 from hapi.data.order import GlobalOrder
 from hapi.data.sources import BatchSource, labels_of
 from hapi.data.workers import Keyed, KeyedDataset, RefillableSampler, WorkerInit
@@ -75,6 +76,7 @@ class SourceFeed(Feed):
 
     def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
         """See `Feed.pieces`."""
+        set_epoch(self._source, epoch)
         fetch = self._source.fetch_batch
         for position, (indices, total, _) in self._order.numbered(epoch, start):
             size = len(indices)
@@ -99,6 +101,7 @@ class DatasetFeed(Feed):
 
     def __init__(self, dataset: Any, order: GlobalOrder, device: torch.device, num_workers: int) -> None:
         super().__init__(device)
+        self._dataset = dataset
         self._order = order
         self._sampler = RefillableSampler()
         self._loader: DataLoader[Any] = DataLoader(
@@ -114,8 +117,11 @@ class DatasetFeed(Feed):
 
     def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
         """See `Feed.pieces`."""
+        set_epoch(self._dataset, epoch)
         self._sampler.refill(
-            Keyed(share.indices.tolist(), share.key) for share in self._order.shares(epoch, start) if len(share.indices)
+            Keyed(share.indices.tolist(), share.key, epoch)
+            for share in self._order.shares(epoch, start)
+            if len(share.indices)
         )
         loaded = iter(self._loader)
         for position, (indices, total, _) in self._order.numbered(epoch, start):

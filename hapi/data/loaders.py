@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from hapi import batch as batches
 from hapi import rng
+from hapi.data.epochs import set_epoch
 from hapi.data.feeds import Feed, Piece
 from hapi.data.streams import (
     IterableFeed,
@@ -25,7 +26,6 @@ from hapi.data.streams import (
     SelfShardedFeed,
     ShardedIterable,
     in_step,
-    set_epoch,
     shards_itself,
 )
 from hapi.data.workers import Keyed, KeyedDataset, RefillableSampler, WorkerInit
@@ -79,6 +79,7 @@ class SharedLoaderFeed(Feed):
 
     def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
         """See `Feed.pieces`."""
+        set_epoch(self._given, epoch)
         planned = self._planned(epoch, start)
         if self._sizes_known:
             return planned
@@ -98,7 +99,7 @@ class SharedLoaderFeed(Feed):
             for dealt in islice(rounds, self._depth - len(ahead)):
                 if self._rank < len(dealt):
                     key = rng.mix(self._seed, rng.FETCH, epoch, step + len(ahead), self._rank)
-                    waiting.append(Keyed(dealt[self._rank], key))
+                    waiting.append(Keyed(dealt[self._rank], key, epoch))
                 ahead.append(dealt)
 
         take_rounds()
@@ -116,7 +117,7 @@ class SharedLoaderFeed(Feed):
 
     def _rounds(self, epoch: int) -> Iterator[list[Any]]:
         """The batches of indices of each step, one a rank; fewer in the last."""
-        drawn = self._drawn(epoch) if self._rank == 0 else iter(())
+        drawn = self._drawn() if self._rank == 0 else iter(())
         per_broadcast = _BATCHES_PER_BROADCAST * self._world_size
         number = 0
         while True:
@@ -129,9 +130,8 @@ class SharedLoaderFeed(Feed):
                 return
             number += 1
 
-    def _drawn(self, epoch: int) -> Iterator[Any]:
+    def _drawn(self) -> Iterator[Any]:
         """The order as the user's loader would draw it (on rank 0 alone)."""
-        set_epoch(self._given, epoch)
         # A pass over a DataLoader draws its workers' base seed first; with a generator that the sampler shares, the
         # order comes after it.
         torch.empty((), dtype=torch.int64).random_(generator=self._given.generator)

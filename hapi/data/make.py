@@ -16,7 +16,14 @@ from hapi.data.loaders import iterable_loader, loader_feed
 from hapi.data.order import GlobalOrder
 from hapi.data.sameness import same_on_all_ranks
 from hapi.data.sources import as_batch_source, is_columns
-from hapi.data.streams import BatchesFeed, IterableFeed, SelfShardedFeed, declares_shards, shards_itself
+from hapi.data.streams import (
+    BatchesFeed,
+    IterableFeed,
+    LocalFeed,
+    SelfShardedFeed,
+    declares_shards,
+    shards_itself,
+)
 from hapi.distributed import group
 
 DEFAULT_BATCH_SIZE = 32
@@ -76,10 +83,14 @@ def _choose(data: Any, request: Request, device: torch.device) -> Feed:
     source = as_batch_source(data) if is_columns(data) or _is_map_style(data) else None
     if source is not None or _is_map_style(data):
         length = len(source) if source is not None else len(data)
-        order = _order(length, request)
-        if source is not None and not request.num_workers:
-            return SourceFeed(source, order, device)
-        return DatasetFeed(_per_sample(data, source), order, device, request.num_workers or 0)
+        local = declares_shards(data)
+        order = _order(length, request, local)
+        feed = (
+            SourceFeed(source, order, device)
+            if source is not None and not request.num_workers
+            else DatasetFeed(_per_sample(data, source), order, device, request.num_workers or 0)
+        )
+        return LocalFeed(feed, device, request.lockstep) if local else feed
     if isinstance(data, Iterator):
         raise TypeError(
             f"{request.name} is a {type(data).__name__}, which can be iterated only once: a second epoch would be "
@@ -114,17 +125,19 @@ def _is_map_style(data: Any) -> bool:
     )
 
 
-def _order(length: int, request: Request) -> GlobalOrder:
-    world_size = group.get_world_size()
+def _order(length: int, request: Request, local: bool) -> GlobalOrder:
+    """The order of all samples; that of a rank's own part is drawn as if it were alone, with a seed of its own."""
+    world_size, rank = group.get_world_size(), group.get_rank()
+    global_batch = request.global_batch(world_size)
     return GlobalOrder(
         length,
-        request.global_batch(world_size),
-        world_size,
-        group.get_rank(),
+        -(-global_batch // world_size) if local else global_batch,
+        1 if local else world_size,
+        0 if local else rank,
         # Training shuffles unless told otherwise; evaluation never does.
         shuffle=request.lockstep if request.shuffle is None else request.shuffle,
         drop_last=bool(request.drop_last),
-        seed=request.seed,
+        seed=rng.mix(request.seed, rank) if local else request.seed,
         even=request.lockstep,
         purpose=rng.FETCH if request.lockstep else rng.EVALUATE,
     )

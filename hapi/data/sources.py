@@ -63,8 +63,8 @@ class Columns:
 class SubsetSource:
     """A `torch.utils.data.Subset` of a batch source."""
 
-    def __init__(self, source: BatchSource, indices: Any) -> None:
-        self.source = source
+    def __init__(self, dataset: BatchSource, indices: Any) -> None:
+        self.dataset = dataset
         self.indices = torch.as_tensor(indices, dtype=torch.int64)
 
     def __len__(self) -> int:
@@ -72,11 +72,11 @@ class SubsetSource:
 
     def fetch_batch(self, indices: torch.Tensor) -> Any:
         """The rows of the underlying source."""
-        return self.source.fetch_batch(self.indices[indices])
+        return self.dataset.fetch_batch(self.indices[indices])
 
     def finish_batch(self, batch: Any) -> Any:
         """As the underlying source does."""
-        return self.source.finish_batch(batch)
+        return self.dataset.finish_batch(batch)
 
 
 def as_batch_source(data: Any) -> BatchSource | None:
@@ -96,7 +96,7 @@ def as_batch_source(data: Any) -> BatchSource | None:
 def labels_of(source: Any) -> torch.Tensor | None:
     """The last column of a source where it holds class numbers, (n,) int64; else None."""
     if isinstance(source, SubsetSource):
-        labels = labels_of(source.source)
+        labels = labels_of(source.dataset)
         return labels[source.indices] if labels is not None else None
     labels = source.last_column if isinstance(source, Columns) else getattr(source, "targets", None)
     if isinstance(labels, torch.Tensor) and labels.dtype == torch.int64 and labels.dim() == 1:

@@ -12,6 +12,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from hapi import batch as batches
 from hapi import rng
+from hapi.data.epochs import set_epoch
 from hapi.data.feeds import Feed, Piece
 from hapi.distributed import group
 
@@ -60,6 +61,32 @@ class SelfShardedFeed(Feed):
         set_epoch(self._loader, epoch)
         numbered = enumerate(islice(iter(self._loader), start, None), start)
         return in_step(((batch, batches.size_of(batch), n) for n, batch in numbered), self._lockstep)
+
+
+class LocalFeed(Feed):
+    """Map-style data of which this rank holds its own part: every rank reads all of its own, and they end together.
+
+    Args:
+        own: The feed of this rank's part, as if it were alone.
+        device: Where the network computes.
+        lockstep: Whether the ranks must take the same number of steps.
+    """
+
+    def __init__(self, own: Feed, device: torch.device, lockstep: bool) -> None:
+        super().__init__(device)
+        self._own = own
+        self._lockstep = lockstep
+        self.ordered = group.get_world_size() == 1
+        if self.ordered:
+            self.steps, self.samples = own.steps, own.samples
+
+    def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
+        """See `Feed.pieces`."""
+        return in_step(((p.batch, p.size, p.position) for p in self._own.pieces(epoch, start)), self._lockstep)
+
+    def place(self, batch: Any) -> Any:
+        """See `Feed.place`."""
+        return self._own.place(batch)
 
 
 class BatchesFeed(Feed):
@@ -139,10 +166,17 @@ class ShardedIterable(IterableDataset[Any]):
 
     def __init__(self, dataset: Iterable[Any], rank: int, world_size: int, seed: int, turn: int) -> None:
         own = {"dataset": dataset, "_rank": rank, "_world_size": world_size, "_seed": seed, "_turn": turn}
-        self.__dict__.update(own, _passes=0, _set_up_by_worker=False)
+        # In shared memory: workers that live on have copies of everything else.
+        epoch: Any = torch.zeros((), dtype=torch.int64)
+        epoch.share_memory_()
+        self.__dict__.update(own, _epoch=epoch, _set_up_by_worker=False)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next passes, in workers too."""
+        self._epoch.fill_(epoch)
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        self.__dict__["_passes"] += 1
+        set_epoch(self.dataset, int(self._epoch))
         if declares_shards(self.dataset):
             return ((-1, item) for item in self.dataset)
         if self._set_up_by_worker:
@@ -174,7 +208,7 @@ class ShardedIterable(IterableDataset[Any]):
         ended = object()
         for number in count():
             if not shown.was_read:
-                rng.set_streams(rng.mix(self._seed, rng.ORDER, self._passes, number))
+                rng.set_streams(rng.mix(self._seed, rng.ORDER, int(self._epoch), number))
             torch_worker._worker_info = cast(Any, shown)
             try:
                 items = iter(self.dataset) if items is None else items
@@ -197,7 +231,14 @@ class ShardedIterable(IterableDataset[Any]):
             self.__dict__["_set_up_by_worker"] = True
 
     def __reduce__(self) -> Any:
-        return ShardedIterable, (self.dataset, self._rank, self._world_size, self._seed, self._turn)
+        arguments = (self.dataset, self._rank, self._world_size, self._seed, self._turn)
+        return _remade, (arguments, self._epoch)
+
+
+def _remade(arguments: tuple[Any, ...], epoch: torch.Tensor) -> ShardedIterable:
+    made = ShardedIterable(*arguments)
+    made.__dict__["_epoch"] = epoch
+    return made
 
 
 class PositionedCollate:
@@ -235,23 +276,6 @@ class _WatchedInfo:
         """The workers of all ranks."""
         self.was_read = True
         return self._shards
-
-
-def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the epoch to everything around the data that wants to know it."""
-    sampler = getattr(loader, "sampler", None)
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    told: list[int] = []
-    for part in (
-        sampler,
-        batch_sampler,
-        getattr(batch_sampler, "sampler", None),
-        getattr(loader, "dataset", None),
-        loader,
-    ):
-        if part is not None and hasattr(part, "set_epoch") and id(part) not in told:
-            part.set_epoch(epoch)
-            told.append(id(part))
 
 
 def shards_itself(loader: Any) -> bool:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from hapi import rng
+from hapi.data.epochs import set_epoch
 
 
 class Keyed(NamedTuple):
@@ -17,6 +18,7 @@ class Keyed(NamedTuple):
 
     index: Any
     key: int
+    epoch: int
 
 
 class KeyedDataset(Dataset[Any]):
@@ -32,18 +34,29 @@ class KeyedDataset(Dataset[Any]):
     dataset: Any
 
     def __init__(self, dataset: Any) -> None:
-        object.__setattr__(self, "dataset", dataset)
+        self.__dict__.update(dataset=dataset, _epoch=None)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, keyed: Any) -> Any:
-        return self.dataset[_unlocked(keyed)]
+        return self.dataset[self._unlocked(keyed)]
 
     def __getitems__(self, keyed: Any) -> Any:
-        indices = _unlocked(keyed)
+        indices = self._unlocked(keyed)
         fetch = getattr(self.dataset, "__getitems__", None)
         return fetch(indices) if fetch is not None else [self.dataset[index] for index in indices]
+
+    def _unlocked(self, keyed: Any) -> Any:
+        """The index itself, once the random streams are set from its key."""
+        if not isinstance(keyed, Keyed):
+            return keyed
+        if get_worker_info() is not None and keyed.epoch != self._epoch:
+            # A worker has a copy of the data set, which nobody else can tell.
+            self.__dict__["_epoch"] = keyed.epoch
+            set_epoch(self.dataset, keyed.epoch)
+        rng.set_streams(keyed.key)
+        return keyed.index
 
     def __getattr__(self, name: str) -> Any:
         if name == "dataset":
@@ -55,14 +68,6 @@ class KeyedDataset(Dataset[Any]):
 
     def __reduce__(self) -> tuple[type[KeyedDataset], tuple[Any]]:
         return KeyedDataset, (self.dataset,)
-
-
-def _unlocked(keyed: Any) -> Any:
-    """The index itself, once the random streams are set from its key."""
-    if not isinstance(keyed, Keyed):
-        return keyed
-    rng.set_streams(keyed.key)
-    return keyed.index
 
 
 class RefillableSampler:

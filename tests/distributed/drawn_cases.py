@@ -8,6 +8,7 @@ samples of a step.
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -400,10 +401,12 @@ def run(case: Case, alone: bool = False) -> Result:
     data = make_data(case)
     evaluated = model.evaluate(data, **reading, **({"batch_size": case.batch} if ours else {}), **quiet)
     start = [parameter.detach().clone() for parameter in net.parameters()]
-    predicted = model.predict(data, **reading, **({"batch_size": case.batch} if ours else {}), **quiet)
-    net.notes = None
-    in_batches = model.predict(data, stack_outputs=False, verbose=0, **({"batch_size": case.batch} if ours else {}))
-    net.notes = notes
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "predict received data that shards itself")
+        predicted = model.predict(data, **reading, **({"batch_size": case.batch} if ours else {}), **quiet)
+        net.notes = None
+        in_batches = model.predict(data, stack_outputs=False, verbose=0, **({"batch_size": case.batch} if ours else {}))
+        net.notes = notes
     if ours:
         reading["drop_last"] = case.drop_last
         divided = case.divided or alone
