@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from hapi import files, loop, modes, report, resuming, rng
 from hapi.arguments import FitOptions, check_reading
@@ -17,7 +16,7 @@ from hapi.callbacks import History
 from hapi.callbacks.base import CallbackList, default_callbacks
 from hapi.checks import positive_int
 from hapi.data import Feed, Request, make_feed
-from hapi.data.make import DEFAULT_BATCH_SIZE
+from hapi.data.make import DEFAULT_BATCH_SIZE, has_own_batches
 from hapi.distributed import group
 
 if TYPE_CHECKING:
@@ -54,7 +53,6 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
             "Write model.prepare(torch.optim.Adam(model.parameters(), lr=1e-3), loss) before it."
         )
     stepper = engine.ready()
-    _refuse_unwritable(options.save_dir)
     seed = group.broadcast_object(rng.draw_seed() if options.seed is None else options.seed)
     source = resuming.find(options)
     resumed = None
@@ -70,6 +68,7 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
         callbacks, verbose=options.verbose, log_freq=options.log_freq, save_dir=options.save_dir,
         save_freq=options.save_freq,
     )  # fmt: skip
+    _refuse_unwritable([options.save_dir, *(getattr(callback, "save_dir", None) for callback in chosen)])
     run = loop.Run(model, engine.split, stepper, engine.prepared.metrics, CallbackList(chosen, model, params), seed)
     plan = loop.FitPlan(
         train, evaluation, params["first_epoch"], params["last_epoch"], options.eval_freq,
@@ -92,6 +91,11 @@ def evaluate(model: Model, data: Any, callbacks: Any, options: PassOptions, num_
     with _single_pass(model, data, callbacks, options) as (run, feed):
         model._engine.look_at_labels([feed])
         values = loop.evaluate(run, feed, num_iters)
+    if not values and not model._engine.prepared.objective.missing:
+        raise ValueError(
+            "evaluate found nothing that counts: eval_data gave no sample, or only labels that the loss ignores. "
+            "Pass data with at least one sample that has a label; check the path or the filter that made it."
+        )
     if not values:
         raise ValueError(
             "evaluate had nothing to compute: the model was prepared with neither a loss nor metrics, and its outputs "
@@ -111,7 +115,7 @@ def predict(model: Model, data: Any, callbacks: Any, options: PassOptions, stack
 def _single_pass(model: Model, data: Any, callbacks: Any, options: PassOptions) -> Iterator[tuple[loop.Run, Feed]]:
     engine = model._engine
     stepper = engine.ready()
-    feed = make_feed(data, options.request(decides_batches(data)), stepper.device)
+    feed = make_feed(data, options.request(has_own_batches(data)), stepper.device)
     params = {
         "steps": feed.steps, "samples": feed.samples, "verbose": options.verbose, "log_freq": options.log_freq,
         "metrics": _log_names(model),
@@ -120,7 +124,7 @@ def _single_pass(model: Model, data: Any, callbacks: Any, options: PassOptions) 
         callbacks, verbose=options.verbose, log_freq=options.log_freq, save_dir=None, save_freq=1
     )
     # A seed of the script's own stream that is not advanced by asking for it.
-    seed = torch.initial_seed()
+    seed = group.broadcast_object(torch.initial_seed())
     run = loop.Run(model, engine.split, stepper, engine.prepared.metrics, CallbackList(chosen, model, params), seed)
     if not engine.running:
         stepper.sync(parameters=True)
@@ -128,32 +132,35 @@ def _single_pass(model: Model, data: Any, callbacks: Any, options: PassOptions) 
         yield run, feed
 
 
-def decides_batches(data: Any) -> bool:
-    """Whether the data comes with batches of its own, so that a batch size is not ours to choose."""
-    return isinstance(data, DataLoader | list) or not hasattr(data, "__getitem__")
-
-
 def _log_names(model: Model) -> list[str]:
     return ["loss", *(name for metric in model._engine.prepared.metrics for name in metric.names)]
 
 
-def _refuse_unwritable(save_dir: str | Path | None) -> None:
+def _refuse_unwritable(folders: list[str | Path | None]) -> None:
     """Raise on every rank if rank 0, which writes, cannot write there."""
-    problem = group.broadcast_object(None if save_dir is None else files.why_not_writable(Path(save_dir)))
-    if problem is not None:
-        raise ValueError(
-            f"save_dir received {str(save_dir)!r}, where no checkpoint can be written: {problem}. "
-            "Choose a folder that you may write to, or leave save_dir out to train without checkpoints."
-        )
+    wanted = {str(folder): files.why_not_writable(Path(folder)) for folder in folders if folder is not None}
+    for folder, problem in group.broadcast_object(wanted).items():
+        if problem is not None:
+            raise ValueError(
+                f"save_dir received {folder!r}, where no checkpoint can be written: {problem}. "
+                "Choose a folder that you may write to, or leave save_dir out to train without checkpoints."
+            )
 
 
 def _requests(options: FitOptions, seed: int, train_data: Any, eval_data: Any) -> tuple[Request, Request]:
     """How to read the two data sets. An option that only one of them can follow is meant for that one."""
-    train_decides = decides_batches(train_data)
-    eval_decides = eval_data is None or decides_batches(eval_data)
+    train_decides = has_own_batches(train_data)
+    eval_decides = eval_data is None or has_own_batches(eval_data)
     common = {"global_batch_size": options.global_batch_size, "num_workers": options.num_workers}
     for_train: dict[str, Any] = {"batch_size": options.train_batch, **common}
     for_eval: dict[str, Any] = {"batch_size": options.eval_batch, **common}
+    paired = isinstance(options.batch_size, tuple | list)
+    if paired and (train_decides or (eval_data is not None and eval_decides)):
+        raise ValueError(
+            f"batch_size={options.batch_size!r} has a size for each of train_data and eval_data, but one of them comes "
+            "in "
+            "batches of its own. Write one number, which the other follows."
+        )
     if train_decides and not eval_decides:
         for_train = {}
     if eval_decides:
@@ -185,7 +192,7 @@ def _fit_params(
     if evaluation is not None:
         names += [f"val_{name}" for name in _log_names(model)]
     return {
-        "batch_size": options.train_batch or DEFAULT_BATCH_SIZE,
+        "batch_size": train.batch_size,
         "epochs": options.epochs,
         "first_epoch": model.epochs_trained,
         # A run that goes on counts its epochs from its own start.
