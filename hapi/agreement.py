@@ -51,14 +51,14 @@ class Agreement:
 
     def stops(self) -> bool:
         """Whether a rank has asked to stop, at the end of an epoch."""
-        self._model.stop_training = bool(group.reduce_max([float(self._model.stop_training)])[0])
+        self._agree_to_stop(group.reduce_max([float(self._model.stop_training)])[0])
         return bool(self._model.stop_training)
 
     def end_epoch(self, tally: Tally, epoch: int, step: int) -> None:
-        """Look at the losses since the last meeting, before anything of the epoch is kept.
+        """After the last step of an epoch, before anything of it is kept: all ranks know who has asked to stop.
 
         Raises:
-            RuntimeError: One was infinite or NaN, on any rank.
+            RuntimeError: A loss since the last meeting was infinite or NaN, on any rank.
             ValueError: The epoch had no step at all.
         """
         if step < 0:
@@ -66,11 +66,14 @@ class Agreement:
                 f"train_data gave no batch in epoch {epoch + 1}: it is empty, or it can be iterated only once. "
                 "Pass data with at least one sample, whose __iter__ starts anew each time."
             )
-        if self._watches_loss:
-            ago = tally.take_nonfinite()
-            bad, most = group.reduce_max([float(ago is not None), float(ago or 0)])
-            if bad:
-                raise nonfinite(epoch, step - int(most))
+        ago = tally.take_nonfinite() if self._watches_loss else None
+        stop, bad, most = group.reduce_max([float(self._model.stop_training), float(ago is not None), float(ago or 0)])
+        if bad:
+            raise nonfinite(epoch, step - int(most))
+        self._agree_to_stop(stop)
+
+    def _agree_to_stop(self, stop: float) -> None:
+        self._model.stop_training = bool(stop)
 
     def _meet(self, tally: Tally, epoch: int, step: int) -> bool:
         seconds = (time.monotonic() - self._since) / self._interval
@@ -85,7 +88,7 @@ class Agreement:
         self._since = time.monotonic()
         if bad:
             raise nonfinite(epoch, step - int(most))
-        self._model.stop_training = bool(stop)
+        self._agree_to_stop(stop)
         return bool(stop)
 
 

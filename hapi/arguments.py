@@ -39,13 +39,14 @@ class FitOptions:
 
     def __post_init__(self) -> None:
         for name in ("epochs", "eval_freq", "log_freq", "save_freq", "accumulate_grad_batches"):
-            positive_int(name, getattr(self, name), 1)
+            setattr(self, name, positive_int(name, getattr(self, name), 1))
         for name in ("num_iters", "global_batch_size"):
             if getattr(self, name) is not None:
-                positive_int(name, getattr(self, name), 100)
-        for size in self.batch_size if isinstance(self.batch_size, tuple | list) else [self.batch_size]:
-            if size is not None:
-                positive_int("batch_size", size, 32)
+                setattr(self, name, positive_int(name, getattr(self, name), 100))
+        if isinstance(self.batch_size, tuple | list):
+            self.batch_size = [positive_int("batch_size", size, 32) for size in self.batch_size]
+        elif self.batch_size is not None:
+            self.batch_size = positive_int("batch_size", self.batch_size, 32)
         check_reading(self.num_workers, self.verbose)
         self._check_switches()
         self._check_names()
@@ -121,6 +122,16 @@ def check_reading(num_workers: Any, verbose: Any) -> None:
 
 def check_network(network: Any) -> None:
     """Raises TypeError unless it is a module."""
+    for wrapper, inner, cure in (
+        ("torch.compile", "_orig_mod", "give the network itself, and write prepare(..., compile=True)"),
+        ("DistributedDataParallel or DataParallel", "module", "give the network itself: hapi wraps it where needed"),
+    ):
+        wrapped = type(network).__name__ in ("OptimizedModule", "DistributedDataParallel", "DataParallel")
+        if wrapped and isinstance(getattr(network, inner, None), nn.Module):
+            raise TypeError(
+                f"Model received a network wrapped by {wrapper}, whose state dict would carry the wrapper's names. "
+                f"Unwrap it: {cure}."
+            )
     if isinstance(network, nn.Module):
         return
     hint = f"Model({network.__name__}())" if isinstance(network, type) else "Model(nn.Sequential(...))"

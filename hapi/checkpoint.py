@@ -7,6 +7,7 @@ id: a pair is whole only if the ids agree, since two files cannot be renamed in 
 
 from __future__ import annotations
 
+import glob
 import uuid
 import warnings
 from collections import OrderedDict
@@ -73,8 +74,24 @@ def save(path: str | Path, network: nn.Module, training: Mapping[str, Any]) -> N
     plain._metadata = OrderedDict({**(metadata or {}), "hapi": {"id": identity}})  # type: ignore[attr-defined]
     content = {"format": _FORMAT, "id": identity, **{name: training[name] for name in TRAINING_STATES}}
     checked = {name: files.as_plain(value, name) for name, value in content.items()}
-    files.write(training_path(path), checked)
-    files.write(weights_path(path), plain)
+    training_file, weights_file = training_path(path), weights_path(path)
+    # The new training state waits under a name of its own until the weights that it belongs to are in place: at every
+    # moment there is a training state with the id of the weights.
+    waiting = _waiting_path(training_file, identity)
+    files.write(waiting, checked)
+    try:
+        files.write(weights_file, plain)
+    except BaseException:
+        waiting.unlink(missing_ok=True)
+        raise
+    files.rename(waiting, training_file)
+    for leftover in training_file.parent.glob(f".{glob.escape(training_file.name)}.*"):
+        # Of saves to this path that were ended by a kill.
+        leftover.unlink(missing_ok=True)
+
+
+def _waiting_path(training_file: Path, identity: str) -> Path:
+    return training_file.with_name(f".{training_file.name}.{identity}")
 
 
 @dataclass(frozen=True)
@@ -156,6 +173,9 @@ def read_training(path: str | Path, identity: str | None) -> dict[str, Any] | No
         ValueError: It is damaged, or of another save than the weights.
     """
     source = training_path(path)
+    if identity is not None and _waiting_path(source, identity).exists():
+        # The process was ended between the two renames of `save`.
+        source = _waiting_path(source, identity)
     if not source.exists():
         return None
     content = files.read(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -21,14 +22,25 @@ def positive_int(name: str, value: Any, example: int) -> int:
         TypeError: It is no whole number.
         ValueError: It is below one.
     """
-    if isinstance(value, bool) or not isinstance(value, int):
+    number = whole_number(value)
+    if number is None:
         raise TypeError(
             f"{name} received {value!r}, of type {type(value).__name__}, which is not a whole number. Write "
             f"{name}={example}."
         )
-    if value < 1:
+    if number < 1:
         raise ValueError(f"{name} received {value}, but it counts from 1. Write {name}={example}, or leave it out.")
-    return value
+    return number
+
+
+def whole_number(value: Any) -> int | None:
+    """The value as an int, NumPy's whole numbers too; None for anything else, True and False included."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def optimizer_parameters(optimizer: torch.optim.Optimizer, network: nn.Module, companions: nn.Module | None) -> None:
@@ -107,13 +119,13 @@ def class_labels(labels: Any, outputs: Any) -> None:
         )
 
 
-def label_range(lowest: int, highest: int, classes: int, ignored: int | None) -> None:
+def label_range(lowest: int, highest: int, classes: int) -> None:
     """Class numbers must be numbers of outputs.
 
     Raises:
         ValueError: Some are not.
     """
-    if (lowest < 0 and lowest != ignored) or highest >= classes:
+    if lowest < 0 or highest >= classes:
         cure = (
             f"Give the last layer {highest + 1} outputs, or number the classes from 0."
             if highest >= classes
@@ -156,7 +168,7 @@ def element_labels(loss: Any, outputs: Any, labels: Any) -> None:
         )
 
 
-def explained(compute: Callable[[], Any], outputs: Any, labels: Any, classifies: bool) -> Any:
+def explained(compute: Callable[[], Any], outputs: Any, labels: Any, ignored: int | None) -> Any:
     """Compute a loss; where torch refuses, look for the cause in the labels and say it.
 
     Raises:
@@ -165,13 +177,14 @@ def explained(compute: Callable[[], Any], outputs: Any, labels: Any, classifies:
     try:
         return compute()
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
-        cause = _label_fault(error, outputs, labels, classifies)
+        cause = _label_fault(error, outputs, labels, ignored)
         if cause is not None:
             raise cause from error
         raise
 
 
-def _label_fault(error: Exception, outputs: Any, labels: Any, classifies: bool) -> ValueError | None:
+def _label_fault(error: Exception, outputs: Any, labels: Any, ignored: int | None) -> ValueError | None:
+    classifies = ignored is not None
     if labels is None and isinstance(error, TypeError) and (classifies or "missing" in str(error)):
         return ValueError(
             "The loss received no labels: all of the batch went into the network. Give labels as well, by a data set "
@@ -181,13 +194,13 @@ def _label_fault(error: Exception, outputs: Any, labels: Any, classifies: bool) 
         try:
             class_labels(labels, outputs)
             if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
-                _labels_within(labels, outputs)
+                _labels_within(labels, outputs, ignored)
         except ValueError as fault:
             return fault
     return None
 
 
-def _labels_within(labels: torch.Tensor, outputs: torch.Tensor) -> None:
-    counted = labels[labels != -100]
+def _labels_within(labels: torch.Tensor, outputs: torch.Tensor, ignored: int | None) -> None:
+    counted = labels[torch.ne(labels, ignored)] if ignored is not None else labels
     if counted.numel():
-        label_range(int(counted.min()), int(counted.max()), outputs.shape[1], None)
+        label_range(int(counted.min()), int(counted.max()), outputs.shape[1 if outputs.dim() > 1 else 0])

@@ -40,6 +40,7 @@ class Engine:
         self._stepper: Stepper | None = None
         self._label_span: tuple[int, int] | None = None
         self._first_batch_seen = False
+        self._shapes_known = False
 
     def prepare(self, prepared: Prepared) -> None:
         """Take over what `Model.prepare` was given; the network is wrapped anew at the next call."""
@@ -56,12 +57,13 @@ class Engine:
     def split(self, batch: Any) -> tuple[Inputs, Any]:
         """A batch on the device into inputs and labels."""
         inputs, labels = self.splitter(batch)
-        if not self._first_batch_seen:
+        if not self._shapes_known:
             self.remember(inputs)
         return inputs, labels
 
     def remember(self, inputs: Inputs) -> None:
         """Keep the shapes and dtypes of inputs, for `example`; their values are let go."""
+        self._shapes_known = True
         self._shapes = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
 
     def example(self) -> Inputs | None:
@@ -85,8 +87,8 @@ class Engine:
                 checks.class_labels(labels, outputs)
                 if self._label_span is not None:
                     classes = outputs.shape[1 if outputs.dim() > 1 else 0]
-                    checks.label_range(*self._label_span, classes, objective.ignored_label)
-        return checks.explained(lambda: objective(outputs, labels), outputs, labels, objective.classifies)
+                    checks.label_range(*self._label_span, classes)
+        return checks.explained(lambda: objective(outputs, labels), outputs, labels, objective.ignored_label)
 
     def look_at_labels(self, feeds: Iterable[Feed | None]) -> None:
         """Before a call: see in labels that lie in memory whether any is ignored, and how far they range."""
@@ -109,7 +111,7 @@ class Engine:
         What was found out about the labels holds for this call's data alone.
         """
         outer = self._first_batch_seen, self._label_span, self.prepared.objective.counts
-        self._first_batch_seen, self._label_span = False, None
+        self._first_batch_seen, self._shapes_known, self._label_span = False, False, None
         self.running.append(callbacks)
         try:
             yield
@@ -124,7 +126,7 @@ class Engine:
         """What goes into `path.opt.pt`: one entry for each of `checkpoint.TRAINING_STATES`."""
         prepared = self.prepared
         return {
-            "loss": _state_of(prepared.objective.module),
+            "loss": prepared.objective.learned(),
             "optimizer": _state_of(prepared.optimizer),
             "scheduler": _state_of(prepared.schedule.scheduler if prepared.schedule else None),
             "scaler": prepared.scaler_state or _state_of(prepared.scaler),
@@ -139,14 +141,24 @@ class Engine:
         }
 
     def restore_training(self, state: dict[str, Any]) -> None:
-        """Put back what `training_state` gave, counters aside."""
+        """Put back what `training_state` gave, counters aside.
+
+        Raises:
+            ValueError: The scheduler or the optimizer is another one; then nothing was changed.
+        """
         prepared = self.prepared
-        if prepared.objective.module is not None and state["loss"]:
-            prepared.objective.module.load_state_dict(state["loss"])
-        if prepared.optimizer is not None and state["optimizer"] is not None:
-            checkpoint.load_optimizer(prepared.optimizer, state["optimizer"])
+        before = None
         if prepared.schedule is not None and state["scheduler"] is not None:
-            prepared.schedule.scheduler.load_state_dict(state["scheduler"])
+            before = prepared.schedule.scheduler.state_dict()
+            prepared.schedule.restore(state["scheduler"])
+        if prepared.optimizer is not None and state["optimizer"] is not None:
+            try:
+                checkpoint.load_optimizer(prepared.optimizer, state["optimizer"])
+            except ValueError:
+                if prepared.schedule is not None and before is not None:
+                    prepared.schedule.restore(before)
+                raise
+        prepared.objective.restore(state["loss"])
         if prepared.scaler is not None and state["scaler"]:
             prepared.scaler.load_state_dict(state["scaler"])
         elif prepared.scaler is None:

@@ -49,6 +49,12 @@ def write(path: Path, content: Any) -> None:
         ) from error
 
 
+def rename(source: Path, target: Path) -> None:
+    """Rename in one stroke, lastingly, over what is there."""
+    os.replace(source, target)
+    _flush_folder(target.parent)
+
+
 def read(path: Path) -> Any:
     """Read what torch.save wrote, checked to the last byte, with every tensor on the CPU.
 
@@ -77,12 +83,13 @@ def read(path: Path) -> Any:
 
 def why_not_writable(folder: Path) -> str | None:
     """What stands against writing into a folder, which need not be there yet; None if nothing. Nothing is touched."""
-    for place in (folder, *folder.absolute().parents):
-        if place.exists():
-            if not place.is_dir():
-                return f"{place} is a file"
-            return None if os.access(place, os.W_OK | os.X_OK) else f"{place} is read-only for this user"
-    return f"no folder above {folder} exists"
+    try:
+        place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        if not place.is_dir():
+            return f"{place} is a file"
+    except OSError as error:
+        return str(error)
+    return None if os.access(place, os.W_OK | os.X_OK) else f"{place} is read-only for this user"
 
 
 def as_plain(value: Any, where: str) -> Any:

@@ -126,9 +126,10 @@ def evaluate(run: Run, feed: Feed, num_iters: int | None = None) -> dict[str, fl
     """One pass without training; the values over all ranks."""
     stepper, callbacks = run.stepper, run.callbacks
     tally = Tally(run.metrics, stepper.device)
+    step = -1
     stepper.sync(parameters=False)
     callbacks.call("on_eval_begin", logs={"steps": feed.steps})
-    with modes.evaluating(stepper.network):
+    with modes.evaluating(stepper.exchange.replica):
         for step, piece in enumerate(islice(feed.pieces(0), num_iters)):
             callbacks.call("on_eval_batch_begin", step)
             if piece.batch is not None:
@@ -138,6 +139,7 @@ def evaluate(run: Run, feed: Feed, num_iters: int | None = None) -> dict[str, fl
             if callbacks.wants_batch_logs("eval", step):
                 callbacks.call("on_eval_batch_end", step, logs=tally.logs())
     values = tally.reduced()
+    _refuse_empty("eval_data", values, step)
     callbacks.call("on_eval_end", logs=values)
     return values
 
@@ -157,6 +159,7 @@ def predict(run: Run, feed: Feed, stack_outputs: bool) -> Any:
                 parts.append((piece.position, piece.size, outputs))
             if callbacks.wants_batch_logs("predict", step):
                 callbacks.call("on_predict_batch_end", step, logs={})
+    _refuse_empty("test_data", parts, len(parts) - 1)
     gather = predictions.stacked if stack_outputs else predictions.in_batches
     gathered = gather(parts, feed.ordered)
     callbacks.call("on_predict_end", logs={})
@@ -164,10 +167,20 @@ def predict(run: Run, feed: Feed, stack_outputs: bool) -> Any:
 
 
 def _evaluation_batch(run: Run, feed: Feed, piece: Piece) -> tuple[Inputs, Any]:
-    # Keyed by the batch's number among all ranks' batches, which does not depend on how many ranks there are.
+    # Keyed by the batch's number among all ranks' batches, which for data with an order does not depend on how many
+    # ranks there are.
     position = piece.position if isinstance(piece.position, int) else int(piece.position[0])
     rng.set_streams(rng.mix(run.seed, rng.EVALUATE, position), run.stepper.device)
     return run.split(feed.place(piece.batch))
+
+
+def _refuse_empty(name: str, found: Any, last_step: int) -> None:
+    """Raise on every rank if no rank has had a batch; found out only for data whose length shows at its end."""
+    if not found and group.reduce_max([float(last_step)])[0] < 0:
+        raise ValueError(
+            f"{name} gave no batch, so there is nothing to compute on: it is empty, or it can be iterated only once. "
+            "Pass data with at least one sample, whose __iter__ starts anew each time."
+        )
 
 
 def _windows(pieces: Iterator[Piece], size: int) -> Iterator[list[Piece]]:

@@ -12,12 +12,13 @@ from hapi import arguments, checkpoint, checks, session, single
 from hapi.batch import Inputs, Splitter, call_network
 from hapi.callbacks import History
 from hapi.distributed import group
+from hapi.distributed.parallel import checked_options
 from hapi.engine import Engine
 from hapi.metrics.adapters import as_metrics
 from hapi.objective import Objective, holds_loss
 from hapi.optimizers import make_optimizer
 from hapi.precision import Precision
-from hapi.scheduling import make_schedule
+from hapi.scheduling import check_interval, make_schedule
 from hapi.step import Prepared
 
 
@@ -85,7 +86,7 @@ class Model:
             scheduler_interval: "step" (optimizer step) or "epoch"; by default what the class is meant for.
             clip_grad_norm: The largest norm of the gradient of an optimizer step.
             compile: Compile the network with torch.compile, one kernel for each shape.
-            strategy: "auto" or "ddp".
+            strategy: "auto" or "ddp": several processes train in data parallel either way.
             sync_batchnorm: Let BatchNorm see the global batch. Needs an accelerator.
             ddp_options: Further options of DistributedDataParallel.
 
@@ -98,21 +99,22 @@ class Model:
         """
         arguments.check_prepare(loss, strategy, clip_grad_norm)
         objective = Objective(loss)
-        self.optimizer = make_optimizer(optimizer, self.network)
-        if self.optimizer is not None:
-            checks.optimizer_parameters(self.optimizer, self.network, objective.module)
-        self.loss = loss
+        made = make_optimizer(optimizer, self.network)
+        if made is not None:
+            checks.optimizer_parameters(made, self.network, objective.module)
         prepared = Prepared(
-            optimizer=self.optimizer,
+            optimizer=made,
             objective=objective,
             metrics=as_metrics(metrics),
             precision=Precision(amp_configs),
-            schedule=make_schedule(scheduler, scheduler_interval, self.optimizer),
+            schedule=make_schedule(scheduler, scheduler_interval, made),
             clip_grad_norm=clip_grad_norm,
             compile=compile,
             sync_batchnorm=sync_batchnorm,
-            ddp_options=ddp_options,
+            ddp_options=checked_options(ddp_options),
         )
+        # Not before all of it is checked.
+        self.optimizer, self.loss = made, loss
         self._engine.prepare(prepared)
         return self
 
@@ -273,7 +275,8 @@ class Model:
             OSError: The files cannot be written.
         """
         if not training:
-            self.export(f"{path}.pt2")
+            text = str(path)
+            self.export(text if text.endswith((".pt2", ".onnx")) else f"{text.removesuffix('.pt')}.pt2")
         elif group.speaks_for_all():
             counters = {"epochs_trained": self.epochs_trained, "steps_trained": self.steps_trained}
             checkpoint.save(path, self.network, self._engine.training_state(counters))
@@ -380,5 +383,12 @@ class Model:
 
     @scheduler_interval.setter
     def scheduler_interval(self, interval: str) -> None:
-        if self._engine.prepared.schedule is not None:
-            self._engine.prepared.schedule.interval = interval
+        schedule = self._engine.prepared.schedule
+        if schedule is None:
+            raise ValueError(
+                f"scheduler_interval was set to {interval!r}, but no scheduler was prepared whose steps it could "
+                "count. "
+                "Write model.prepare(optimizer, loss, scheduler=...)."
+            )
+        check_interval(interval)
+        schedule.interval = interval

@@ -19,6 +19,8 @@ _AS_MODULES: dict[Any, type[nn.Module]] = {
     nn.functional.nll_loss: nn.NLLLoss,
 }
 
+_ONE_CALLABLE = "Give one callable instead: loss=lambda out_a, out_b, label_a, label_b: ..., a mean or (sum, count)."
+
 
 class Loss(NamedTuple):
     """A batch's loss in one of two forms."""
@@ -51,6 +53,19 @@ class Objective:
         """Move what the loss holds, such as class weights, to a device."""
         if self.module is not None:
             self.module.to(device)
+
+    def learned(self) -> dict[str, torch.Tensor]:
+        """The parameters that the loss itself trains. Its buffers, such as class weights, are the script's."""
+        return {} if self.module is None else {name: p.detach() for name, p in self.module.named_parameters()}
+
+    def restore(self, learned: dict[str, torch.Tensor] | None) -> None:
+        """Put back what `learned` gave, where this loss has it too."""
+        if self.module is None or not learned:
+            return
+        with torch.no_grad():
+            for name, parameter in self.module.named_parameters():
+                if name in learned and learned[name].shape == parameter.shape:
+                    parameter.copy_(learned[name])
 
     @property
     def missing(self) -> bool:
@@ -118,10 +133,20 @@ def _not_one_number(value: Any) -> ValueError:
 
 
 class _Sum:
-    """Several losses, one for each pair of output and label, added."""
+    """Several losses, one for each pair of output and label, added. Each is a mean over all samples.
+
+    Raises:
+        ValueError: One of them weighs samples by their class.
+    """
 
     def __init__(self, losses: Sequence[Callable[..., Any]]) -> None:
         self._losses = losses
+        weighed = next((loss for loss in losses if getattr(_summed_form(loss), "weight", None) is not None), None)
+        if weighed is not None:
+            raise ValueError(
+                f"loss received a list with {weighed!r}, whose class weights make its batches weigh differently from "
+                f"those of the others, so that their sum is no mean. {_ONE_CALLABLE}"
+            )
 
     def __call__(self, *values: Any) -> torch.Tensor:
         count = len(self._losses)
@@ -130,15 +155,22 @@ class _Sum:
                 f"{count} losses were given for {len(values)} outputs and labels together, but each takes one output "
                 "and one label. Give one loss for each output, or one callable loss(*outputs, *labels)."
             )
-        parts = [loss(values[i], values[count + i]) for i, loss in enumerate(self._losses)]
-        return torch.stack([as_loss(part).value for part in parts]).sum()
+        parts = [as_loss(loss(values[i], values[count + i])) for i, loss in enumerate(self._losses)]
+        if any(part.weight is not None for part in parts):
+            raise ValueError(
+                "A loss of a list gave (sum, count): its batches weigh differently from those of the others, so that "
+                f"their sum is no mean. {_ONE_CALLABLE}"
+            )
+        return torch.stack([part.value for part in parts]).sum()
 
 
 def _summed_form(loss: Any) -> Any:
     """A copy of a cross-entropy or NLL module that adds up; its mean divides by weights that a batch mean hides."""
     function, options = (loss.func, loss.keywords) if isinstance(loss, partial) and not loss.args else (loss, {})
-    if function in _AS_MODULES:
-        loss = _AS_MODULES[function](**options)
+    # By identity: a loss need not have a hash.
+    module = next((module for known, module in _AS_MODULES.items() if known is function), None)
+    if module is not None:
+        loss = module(**options)
     if type(loss) in _AS_MODULES.values() and loss.reduction == "mean":
         summed = copy.copy(loss)
         summed.reduction = "sum"

@@ -63,16 +63,21 @@ class Precision:
             options["growth_interval"] = 2**31 - 1
         return torch.amp.GradScaler(device.type, **options)
 
-    def step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    def step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, tell: bool) -> bool:
         """Take an optimizer step unless gradients have overflowed, and adapt the scale.
 
+        Args:
+            scaler: Of `make_scaler`.
+            optimizer: Its gradients may be unscaled already.
+            tell: Whether the result matters: to know it costs a wait for the device.
+
         Returns:
-            Whether a step was taken.
+            Whether a step was taken; True if nobody asks.
         """
-        before = scaler.get_scale()
+        before = scaler.get_scale() if tell or not self._dynamic else 0.0
         scaler.step(optimizer)
         scaler.update()
-        stepped = scaler.get_scale() >= before
+        stepped = not tell or scaler.get_scale() >= before
         if not self._dynamic:
             scaler.update(before)
         return stepped

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from hapi.arguments import FitOptions
 from hapi.data import Feed
-from hapi.data.make import DEFAULT_BATCH_SIZE
 from hapi.distributed import group
 
 if TYPE_CHECKING:
@@ -19,23 +18,16 @@ def announce(stepper: Stepper, train: Feed, options: FitOptions) -> None:
         return
     count = group.get_world_size()
     processes = "1 process" if count == 1 else f"{count} processes"
-    if group.is_initialized():
-        processes += f" ({group.launcher_name()}, {group.backend_name()})"
-    parts = [f"{processes} on {stepper.device}"]
+    launched = f"{group.launcher_name()}, {group.backend_name()}" if group.is_initialized() else "no launcher"
+    parts = [f"{processes} ({launched}) on {stepper.device}"]
+    if train.global_batch is not None:
+        base, extra = divmod(train.global_batch, count)
+        per_process = f"{base}-{base + 1}" if extra else str(base)
+        parts.append(f"batch {per_process} per process, {train.global_batch} global")
     if train.samples is not None:
-        per_process, overall = _batch(options, count)
-        parts.append(f"batch {per_process} per process, {overall} global")
         parts.append(f"{train.samples} samples")
     if train.steps is not None:
         parts.append(f"{train.steps} steps per epoch")
     if options.accumulate_grad_batches > 1:
         parts.append(f"{options.accumulate_grad_batches} steps per update")
     print("hapi: " + "; ".join(parts) + "\n", end="", flush=True)
-
-
-def _batch(options: FitOptions, count: int) -> tuple[str, int]:
-    if options.global_batch_size is not None:
-        base, extra = divmod(options.global_batch_size, count)
-        return (f"{base}-{base + 1}" if extra else str(base)), options.global_batch_size
-    size = options.train_batch or DEFAULT_BATCH_SIZE
-    return str(size), size * count

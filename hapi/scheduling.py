@@ -53,6 +53,22 @@ class Schedule:
                 'hapi.callbacks.ReduceLROnPlateau(monitor="loss") instead.'
             )
 
+    def restore(self, state: dict[str, Any]) -> None:
+        """Put a saved state in.
+
+        Raises:
+            ValueError: It is of another scheduler; this one is then as before.
+        """
+        before = self.scheduler.state_dict()
+        try:
+            self.scheduler.load_state_dict(state)
+        except Exception as error:  # Each class fails in its own way.
+            self.scheduler.load_state_dict(before)
+            raise ValueError(
+                f"The saved scheduler state does not fit this {type(self.scheduler).__name__} ({error!r}). "
+                "Prepare the scheduler that was saved, or pass reset_optimizer=True."
+            ) from error
+
     def after_step(self) -> None:
         """Called after each optimizer step that really happened."""
         if self.interval == "step" and not self.needs_metric:
@@ -72,6 +88,14 @@ class Schedule:
         return isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau)
 
 
+def check_interval(interval: Any) -> None:
+    """Raises ValueError unless it is "step" or "epoch"."""
+    if interval not in ("step", "epoch"):
+        raise ValueError(
+            f'scheduler_interval received {interval!r}, which is no unit of training. Write "step" or "epoch".'
+        )
+
+
 def make_schedule(scheduler: Any, interval: str | None, optimizer: torch.optim.Optimizer | None) -> Schedule | None:
     """The schedule of what `prepare` was given: None, a scheduler, or a callable that makes one from the optimizer.
 
@@ -79,10 +103,8 @@ def make_schedule(scheduler: Any, interval: str | None, optimizer: torch.optim.O
         ValueError: There is no optimizer to schedule, or the interval is unknown.
         TypeError: It is no scheduler.
     """
-    if interval not in (None, "step", "epoch"):
-        raise ValueError(
-            f'scheduler_interval received {interval!r}, which is no unit of training. Write "step" or "epoch".'
-        )
+    if interval is not None:
+        check_interval(interval)
     if scheduler is None:
         return None
     if optimizer is None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from weakref import WeakSet
+
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hapi.device import current_device
 from hapi.distributed import group
 from hapi.step import Prepared
+
+# Not those that the user has compiled.
+_compiled_here: WeakSet[nn.Module] = WeakSet()
 
 
 def start(network: nn.Module, prepared: Prepared) -> torch.device:
@@ -27,22 +33,23 @@ def start(network: nn.Module, prepared: Prepared) -> torch.device:
                 "sync_batchnorm=True was given, but the network is on the CPU, where torch has no SyncBatchNorm. "
                 "Leave it out, or run on an accelerator."
             )
-        nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
+        if any(isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm) for m in network.modules()):
+            nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
     _compile(network, prepared.compile)
     return device
 
 
 def _place(network: nn.Module, prepared: Prepared) -> torch.device:
-    devices = list(dict.fromkeys(p.device for p in network.parameters()))
-    if len(devices) > 1:
+    devices = list(dict.fromkeys(t.device for t in (*network.parameters(), *network.buffers())))
+    if len({p.device for p in network.parameters()}) > 1:
         # Model parallel: the user has placed it, and its first layer says where inputs go.
+        prepared.objective.to(devices[-1])
         return devices[0]
     device = current_device()
     if devices != [device]:
         network.to(device)
         _move_optimizer_state(prepared.optimizer)
-    if prepared.objective.module is not None:
-        prepared.objective.to(device)
+    prepared.objective.to(device)
     return device
 
 
@@ -57,9 +64,11 @@ def _move_optimizer_state(optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def _compile(network: nn.Module, wanted: bool) -> None:
-    if not wanted:
+    if not wanted and network in _compiled_here:
         network._compiled_call_impl = None
-    elif network._compiled_call_impl is None:
+        _compiled_here.discard(network)
+    elif wanted and network._compiled_call_impl is None:
         # In place, so that the names of the state dict stay. One static kernel for each shape: a kernel for any shape
         # would depend on which shapes came first, and a resumed run would compute other bits.
         network.compile(dynamic=False)
+        _compiled_here.add(network)

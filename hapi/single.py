@@ -39,7 +39,7 @@ def eval_batch(engine: Engine, inputs: Any, labels: Any) -> dict[str, float]:
     """See `Model.eval_batch`."""
     stepper = engine.ready()
     placed, placed_labels, size = _placed(engine, stepper, inputs, labels)
-    with modes.evaluating(engine.network):
+    with modes.evaluating(stepper.exchange.replica):
         outcome = stepper.evaluate(placed, placed_labels, size)
     return _values(engine, stepper, outcome, placed_labels)
 

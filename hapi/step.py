@@ -216,7 +216,8 @@ class Stepper:
             optimizer.step()
             stepped = True
         else:
-            stepped = prepared.precision.step(scaler, optimizer)
+            counts_steps = prepared.schedule is not None and prepared.schedule.interval == "step"
+            stepped = prepared.precision.step(scaler, optimizer, tell=counts_steps)
         if prepared.schedule is not None and stepped:
             prepared.schedule.after_step()
         self.clear()
@@ -231,7 +232,7 @@ class Stepper:
     def evaluate(self, inputs: Inputs, labels: Any, size: int) -> Outcome:
         """Loss and outputs of one batch, on the bare network: no wrapper, no collective."""
         with self.prepared.precision.autocast(self.device):
-            value, outputs = self._eval_step(inputs, labels)
+            value, outputs = _pair(self._eval_step(inputs, labels), "eval_step")
             if value is None:
                 return Outcome(None, size, outputs)
             loss = self._as_loss(value)
@@ -266,7 +267,7 @@ class Stepper:
     ) -> tuple[torch.Tensor, torch.Tensor | None, Outcome]:
         """The forward pass of training, inside DDP's."""
         with self.prepared.precision.autocast(self.device):
-            value, outputs = self._train_step(inputs, labels)
+            value, outputs = _pair(self._train_step(inputs, labels), "train_step")
             loss = self._as_loss(value)
         outcome = _outcome(loss, size, outputs)
         # Alone and with nothing to wait for, a batch's own mean is the window's.
@@ -298,6 +299,16 @@ class Stepper:
         for parameter in self._parameters:
             if parameter.grad is not None and parameter is not probe:
                 parameter.grad.div_(weight.to(parameter.grad.device))
+
+
+def _pair(returned: Any, method: str) -> tuple[Any, Any]:
+    if isinstance(returned, tuple | list) and len(returned) == 2:
+        return returned[0], returned[1]
+    raise ValueError(
+        f"{method} returned {type(returned).__name__}, not a pair, so there are no outputs for the metrics. "
+        "Write `return loss, outputs`; a loss that knows its own weight is a pair in it: `return (sum, count), "
+        "outputs`."
+    )
 
 
 def _rate(optimizer: torch.optim.Optimizer) -> float | torch.Tensor:

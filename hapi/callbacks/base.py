@@ -220,7 +220,7 @@ def default_callbacks(
     """The callbacks of a fit: the user's, and those that it has by itself.
 
     Added are a `History`; with ``verbose`` a `ProgBarLogger`; with ``save_dir`` a `ModelCheckpoint`; each
-    unless the user passed one.
+    unless the user passed one (a `ModelCheckpoint`: one that saves there).
 
     Raises:
         ValueError: A `ModelCheckpoint` has no ``save_dir``, and there is none here.
@@ -237,13 +237,16 @@ def default_callbacks(
                 "ModelCheckpoint was passed without a save_dir, and fit has none: there is nowhere to save to. Write "
                 'fit(..., save_dir="checkpoints") or ModelCheckpoint(save_dir="checkpoints").'
             )
-    kinds = {cls for cls in (History, ProgBarLogger, ModelCheckpoint) if any(isinstance(cb, cls) for cb in given)}
+    kinds = {cls for cls in (History, ProgBarLogger) if any(isinstance(cb, cls) for cb in given)}
     added: list[Callback] = []
     if History not in kinds:
         added.append(History())
     if verbose and ProgBarLogger not in kinds:
         added.append(ProgBarLogger(log_freq, verbose))
-    if save_dir is not None and ModelCheckpoint not in kinds:
+    elsewhere = [
+        cb.save_dir is not None and str(cb.save_dir) != str(save_dir) for cb in given if isinstance(cb, ModelCheckpoint)
+    ]
+    if save_dir is not None and all(elsewhere):
         added.append(ModelCheckpoint(save_freq))
     return [*added, *given]
 

@@ -17,7 +17,7 @@ class ModelCheckpoint(Callback):
     It comes after all other callbacks, so that a checkpoint holds their state of the same moment.
 
     Args:
-        save_freq: Save ``{epoch}`` every so many epochs, counted from 1, and after the last.
+        save_freq: Save ``{epoch}`` every so many epochs, counted from 1, and after the last. None: fit's.
         save_dir: The folder. None: fit's.
         monitor: The key in epoch logs that decides which model is the best. None: no ``best_model``.
         mode: ``"min"``, ``"max"``, or ``"auto"``: told from the name.
@@ -31,13 +31,14 @@ class ModelCheckpoint(Callback):
 
     def __init__(
         self,
-        save_freq: int = 1,
+        save_freq: int | None = None,
         save_dir: str | os.PathLike[str] | None = None,
         monitor: str | None = None,
         mode: str = "auto",
         verbose: int = 0,
     ) -> None:
-        if isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 1:
+        whole = isinstance(save_freq, int) and not isinstance(save_freq, bool) and save_freq >= 1
+        if save_freq is not None and not whole:
             raise ValueError(
                 f"ModelCheckpoint received save_freq={save_freq!r}: it counts whole epochs from 1. Write save_freq=1."
             )
@@ -65,7 +66,8 @@ class ModelCheckpoint(Callback):
             if value is not None and self._watch.improves(float(value)):
                 self._save("best_model")
         self._unsaved = number
-        if number % self.save_freq == 0 or number == self.params.get("last_epoch"):
+        save_freq = self.save_freq or self.params.get("save_freq") or 1
+        if number % save_freq == 0 or number == self.params.get("last_epoch"):
             self._save_epoch(number)
 
     def on_train_end(self, logs: Logs | None = None) -> None:

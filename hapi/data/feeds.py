@@ -18,6 +18,7 @@ from hapi.data.epochs import set_epoch
 from hapi.data.order import GlobalOrder
 from hapi.data.sources import BatchSource, labels_of
 from hapi.data.workers import Keyed, KeyedDataset, RefillableSampler, WorkerInit
+from hapi.distributed import group
 
 
 class Piece(NamedTuple):
@@ -40,15 +41,25 @@ class Feed(ABC):
     Attributes:
         steps: Steps per epoch, the same on every rank; None where it shows only at the end.
         samples: Samples per epoch over all ranks, or None.
+        global_batch: Samples per step over all ranks, the last one aside; None where the data decides it.
         ordered: Whether `Piece.position` gives the data set's own order; otherwise ranks' rows come in turn.
     """
 
     steps: int | None = None
     samples: int | None = None
+    global_batch: int | None = None
     ordered: bool = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples per rank and step, where all have equally many; else None."""
+        world_size = group.get_world_size()
+        if self.global_batch is None or self.global_batch % world_size:
+            return None
+        return self.global_batch // world_size
 
     @abstractmethod
     def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
@@ -72,6 +83,7 @@ class SourceFeed(Feed):
         self._order = order
         self.steps = order.steps
         self.samples = order.samples
+        self.global_batch = order.global_batch
         self._pin = device.type == "cuda"
 
     def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
@@ -114,6 +126,7 @@ class DatasetFeed(Feed):
         )
         self.steps = order.steps
         self.samples = order.samples
+        self.global_batch = order.global_batch
 
     def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
         """See `Feed.pieces`."""

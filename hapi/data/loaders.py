@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
 from hapi import batch as batches
 from hapi import rng
@@ -73,6 +73,9 @@ class SharedLoaderFeed(Feed):
         # How far a loader with its prefetching workers reads ahead; the same everywhere, since broadcasts follow it.
         ahead = loader.num_workers * (loader.prefetch_factor or 0) + 2
         self._depth = int(group.reduce_max([float(ahead)])[0])
+        self.global_batch = None if loader.batch_size is None else loader.batch_size * self._world_size
+        if type(loader.batch_sampler) is BatchSampler and not loader.drop_last and isinstance(loader.sampler, Sized):
+            self.samples = len(loader.sampler)
         order: Any = loader.batch_sampler if self._batched else loader.sampler
         if isinstance(order, Sized):
             self.steps = -(-len(order) // self._world_size)
@@ -98,7 +101,8 @@ class SharedLoaderFeed(Feed):
             # same steps on every rank.
             for dealt in islice(rounds, self._depth - len(ahead)):
                 if self._rank < len(dealt):
-                    key = rng.mix(self._seed, rng.FETCH, epoch, step + len(ahead), self._rank)
+                    number = (step + len(ahead)) * self._world_size + self._rank
+                    key = rng.mix(self._seed, rng.FETCH, epoch, number)
                     waiting.append(Keyed(dealt[self._rank], key, epoch))
                 ahead.append(dealt)
 

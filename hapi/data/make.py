@@ -94,8 +94,8 @@ def _choose(data: Any, request: Request, device: torch.device) -> Feed:
     if isinstance(data, Iterator):
         raise TypeError(
             f"{request.name} is a {type(data).__name__}, which can be iterated only once: a second epoch would be "
-            "empty. "
-            "Pass a list of batches, a Dataset or a DataLoader, or an object whose __iter__ starts anew each time."
+            "empty. Pass a list of batches, a Dataset or a DataLoader, or an object whose __iter__ starts anew each "
+            "time."
         )
     if isinstance(data, Iterable) and not isinstance(data, str | bytes | dict):
         _refuse_options(request, "a list of batches", "when the batches are made")
@@ -106,8 +106,14 @@ def _choose(data: Any, request: Request, device: torch.device) -> Feed:
         )
     raise TypeError(
         f"{request.name} is of type {type(data).__name__}, which is neither a data set (with __getitem__ and __len__), "
-        "nor "
-        "iterable, nor tensors. Pass a Dataset, a DataLoader, tensors such as (x, y), or a list of batches."
+        "nor iterable, nor tensors. Pass a Dataset, a DataLoader, tensors such as (x, y), or a list of batches."
+    )
+
+
+def has_own_batches(data: Any) -> bool:
+    """Whether the data comes in batches already, so that a batch size is not ours to choose."""
+    return isinstance(data, DataLoader) or not (
+        isinstance(data, IterableDataset) or is_columns(data) or _is_map_style(data)
     )
 
 

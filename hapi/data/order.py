@@ -80,7 +80,7 @@ class GlobalOrder:
         purpose: int = rng.FETCH,
     ) -> None:
         self._length = length
-        self._global_batch = global_batch
+        self.global_batch = global_batch
         self._world_size = world_size
         self._rank = rank
         self._shuffle = shuffle
@@ -96,15 +96,15 @@ class GlobalOrder:
         """This rank's part of each step of an epoch, from step `start` on."""
         permutation = self._permutation(epoch)
         for step in range(start, self.steps):
-            first = step * self._global_batch
-            total = min(self._global_batch, self._length - first)
+            first = step * self.global_batch
+            total = min(self.global_batch, self._length - first)
             begin, end = self._part(total)
             indices = (
                 torch.arange(first + begin, first + end)
                 if permutation is None
                 else permutation[first + begin : first + end]
             )
-            yield Share(indices, total, rng.mix(self._seed, self._purpose, epoch, step, self._rank))
+            yield Share(indices, total, rng.mix(self._seed, self._purpose, epoch, step * self._world_size + self._rank))
 
     def numbered(self, epoch: int, start: int = 0) -> Iterator[tuple[int, Share]]:
         """The shares with their numbers among all ranks' batches: the order in which their rows belong together."""
@@ -113,7 +113,7 @@ class GlobalOrder:
 
     def _part(self, total: int) -> tuple[int, int]:
         if not self._even:
-            return filled_part(total, -(-self._global_batch // self._world_size), self._rank)
+            return filled_part(total, -(-self.global_batch // self._world_size), self._rank)
         return even_part(total, self._world_size, self._rank, self._single)
 
     def _permutation(self, epoch: int) -> torch.Tensor | None:

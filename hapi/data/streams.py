@@ -113,13 +113,10 @@ class BatchesFeed(Feed):
             if not dealt:
                 return
             sizes = [batches.size_of(batch) for batch in dealt]
-            mine = self._rank < len(dealt)
-            yield Piece(
-                dealt[self._rank] if mine else None,
-                sizes[self._rank] if mine else 0,
-                sum(sizes),
-                position,
-            )
+            size = sizes[self._rank] if self._rank < len(dealt) else 0
+            if sum(sizes):
+                # A batch without samples is none.
+                yield Piece(dealt[self._rank] if size else None, size, sum(sizes), position)
             position += self._world_size
 
 

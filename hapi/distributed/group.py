@@ -245,19 +245,6 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
             _broadcast_bucket(bucket)
 
 
-def sum_tensors(tensors: Sequence[torch.Tensor]) -> None:
-    """Overwrite the tensors, in place, with their sums over the ranks (one collective per dtype and device)."""
-    if not is_initialized():
-        return
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault(_kind(tensor), []).append(tensor)
-    for members in kinds.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in members])
-        dist.all_reduce(flat)
-        _unflatten_into(flat, members)
-
-
 def gather_rows(rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
     """Every rank's rows, on every rank.
 

@@ -12,6 +12,7 @@ gradient, as in one process: optimizers leave it alone.
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -83,15 +84,12 @@ class GradientExchange:
 
     Args:
         replica: What to run.
-        options: Further options of DistributedDataParallel, or None.
-
-    Raises:
-        ValueError: An option contradicts how unreached parameters are handled.
+        options: Further options of DistributedDataParallel, as `checked_options` gives them, or None.
     """
 
     def __init__(self, replica: Replica, options: dict[str, Any] | None = None) -> None:
         self.replica = replica
-        self._options = _checked(options)
+        self._options = options or {}
         self._alone = group.get_world_size() == 1
         self._wrapped: _FixedBuckets | None = None
         self.begin()
@@ -151,7 +149,7 @@ class GradientExchange:
         self._sparse = _with_sparse_gradients(self.replica)
         self._all_reached = torch.ones(len(self._trained), device=self.replica.probe.device)
         self.replica.marks = nn.Parameter(torch.zeros_like(self._all_reached))
-        self._wrapped = _FixedBuckets(self.replica, gradient_as_bucket_view=True, **self._options)
+        self._wrapped = _FixedBuckets(self.replica, **{"gradient_as_bucket_view": True, **self._options})
         self._wrapped.fix_buckets()
 
     def _unwrap(self) -> None:
@@ -188,12 +186,24 @@ def _with_sparse_gradients(replica: Replica) -> set[int]:
     return {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
 
 
-def _checked(options: dict[str, Any] | None) -> dict[str, Any]:
+def checked_options(options: dict[str, Any] | None) -> dict[str, Any]:
+    """The options of DistributedDataParallel that `prepare` was given.
+
+    Raises:
+        ValueError: One is unknown, or contradicts how hapi uses DDP.
+    """
     options = dict(options or {})
     refused = [name for name in ("find_unused_parameters", "static_graph") if options.pop(name, False)]
     if refused:
         raise ValueError(
             f"ddp_options received {', '.join(f'{name}=True' for name in refused)}, which changes how DDP waits for "
             "parameters that a batch does not reach: hapi sees to them by itself, at no cost. Leave it out."
+        )
+    known = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module"}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ValueError(
+            f"ddp_options received {unknown}, which DistributedDataParallel does not know. "
+            f"It takes: {', '.join(sorted(known))}."
         )
     return options
