@@ -118,6 +118,8 @@ def _train_epoch(
         if agreement.after_step(tally, epoch, step - 1):
             break
     agreement.end_epoch(tally, epoch, step - 1)
+    # BatchNorm's statistics are each rank's own until here; callbacks may use the network on any rank.
+    stepper.sync(parameters=False)
     # The rate that the last step was taken with: an epoch's scheduler moves after this.
     return step, tally.reduced() | {"lr": stepper.learning_rate}
 
@@ -139,7 +141,8 @@ def evaluate(run: Run, feed: Feed, num_iters: int | None = None) -> dict[str, fl
             if callbacks.wants_batch_logs("eval", step):
                 callbacks.call("on_eval_batch_end", step, logs=tally.logs())
     values = tally.reduced()
-    _refuse_empty("eval_data", values, step)
+    if not values:
+        _refuse_empty("eval_data", step)
     callbacks.call("on_eval_end", logs=values)
     return values
 
@@ -159,7 +162,7 @@ def predict(run: Run, feed: Feed, stack_outputs: bool) -> Any:
                 parts.append((piece.position, piece.size, outputs))
             if callbacks.wants_batch_logs("predict", step):
                 callbacks.call("on_predict_batch_end", step, logs={})
-    _refuse_empty("test_data", parts, len(parts) - 1)
+    _refuse_empty("test_data", len(parts) - 1)
     gather = predictions.stacked if stack_outputs else predictions.in_batches
     gathered = gather(parts, feed.ordered)
     callbacks.call("on_predict_end", logs={})
@@ -174,9 +177,9 @@ def _evaluation_batch(run: Run, feed: Feed, piece: Piece) -> tuple[Inputs, Any]:
     return run.split(feed.place(piece.batch))
 
 
-def _refuse_empty(name: str, found: Any, last_step: int) -> None:
+def _refuse_empty(name: str, last_step: int) -> None:
     """Raise on every rank if no rank has had a batch; found out only for data whose length shows at its end."""
-    if not found and group.reduce_max([float(last_step)])[0] < 0:
+    if group.reduce_max([float(last_step)])[0] < 0:
         raise ValueError(
             f"{name} gave no batch, so there is nothing to compute on: it is empty, or it can be iterated only once. "
             "Pass data with at least one sample, whose __iter__ starts anew each time."
