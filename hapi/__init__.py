@@ -28,6 +28,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     # The data sets are imported on first use: `import hapi` stays as light as `import torch`.
     if name == "datasets":

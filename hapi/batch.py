@@ -211,6 +211,26 @@ def as_arguments(value: Any) -> tuple[Any, ...]:
     return tuple(value) if _is_several(value) else (value,)
 
 
+def _fewer_or_more(inputs: Inputs, signature: inspect.Signature) -> str:
+    """What to write where the number of inputs is wrong."""
+    if isinstance(inputs, dict):
+        return 'Name the keys that it takes: Model(network, inputs=["x"]).'
+    wanted = [p for p in signature.parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(inputs) == 1 and isinstance(inputs[0], tuple | list):
+        return (
+            "The one input is itself a tuple: let the data set yield a flat (a, b, label) in place of ((a, b), label)."
+        )
+    if len(inputs) > len(wanted):
+        return (
+            f"Model(network, inputs={len(wanted)}) takes the first {len(wanted)} of a batch as inputs and the rest as "
+            "labels; in train_batch and eval_batch labels are an argument of their own, train_batch(x, y)."
+        )
+    return (
+        f"Model(network, inputs={len(wanted)}) takes the first {len(wanted)} of a batch as inputs, which data without "
+        "labels needs; elsewhere let the data yield as many, and the label last."
+    )
+
+
 def _why_refused(network: nn.Module, inputs: Inputs, message: str) -> Exception | None:
     """What a forward pass has failed of, where the inputs' number or dtype is to blame."""
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
@@ -220,8 +240,7 @@ def _why_refused(network: nn.Module, inputs: Inputs, message: str) -> Exception 
     except TypeError as error:
         return TypeError(
             f"The network got {len(inputs)} inputs, which {type(network).__name__}.forward{signature} does not take "
-            f"({error}). Say which part of a batch is input: Model(network, inputs=1) for the first element, or "
-            'Model(network, inputs=["x"]) for a key.'
+            f"({error}). {_fewer_or_more(inputs, signature)}"
         )
     held = [p.dtype for p in network.parameters() if p.is_floating_point()]
     strange = [tensor.dtype for tensor in leaves(inputs) if tensor.dtype not in held]

@@ -25,7 +25,10 @@ def positive_int(name: str, value: Any, example: int) -> int:
     number = whole_number(value)
     if number is None:
         raise TypeError(
-            f"{name} received {value!r}, of type {type(value).__name__}, which is not a whole number. Write "
+            f"{name} received {value!r:.60}, of type {type(value).__name__}, which is not a whole number. Write "
+            f"{name}={example}; data and labels go together, as one tuple (x, y)."
+            if hasattr(value, "shape")
+            else f"{name} received {value!r:.60}, of type {type(value).__name__}, which is not a whole number. Write "
             f"{name}={example}."
         )
     if number < 1:

@@ -161,7 +161,8 @@ class Model:
             num_iters: At most so many training steps in this call.
             global_batch_size: Samples per step over all processes, instead of `batch_size`.
             resume: True goes on from the newest whole checkpoint in `save_dir` (a fresh start if there is none), a
-                path from that one, False never. None: only when a launcher has restarted this process. `epochs` then
+                path from that one (of a folder: the newest in it), False never. None: only when a launcher has
+                restarted this process. `epochs` then
                 counts the whole run.
             seed: Of the shuffle order and of all that is drawn; by default drawn from torch's generator.
             nan_policy: "stop" raises on an infinite or NaN loss, "ignore" goes on.
@@ -368,6 +369,10 @@ class Model:
         if self._engine.prepared.objective.missing and not holds_loss(outputs):
             return None, outputs
         return self._engine.loss_of(outputs, labels), outputs
+
+    def __repr__(self) -> str:
+        parts = [type(self.network).__name__, *([type(self.optimizer).__name__] if self.optimizer is not None else [])]
+        return f"Model({', '.join(parts)}; {self.epochs_trained} epochs trained)"
 
     @property
     def scheduler(self) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from hapi import checkpoint
@@ -16,17 +18,19 @@ def find(options: FitOptions) -> str | None:
     """
     if options.resume is False or (options.resume is None and not group.was_restarted()):
         return None
+    folder = options.save_dir
     if options.resume is not None and not isinstance(options.resume, bool):
-        return str(options.resume)
-    if options.save_dir is None:
+        given = str(options.resume)
+        if not group.broadcast_object(Path(given).is_dir() and not checkpoint.weights_path(given).exists()):
+            return given
+        folder = given
+    if folder is None:
         return None
     # Rank 0 writes the files, and may be the only one to see them whole at this moment.
-    found, passed_over = group.broadcast_object(
-        checkpoint.newest(options.save_dir) if group.speaks_for_all() else (None, [])
-    )
+    found, passed_over = group.broadcast_object(checkpoint.newest(folder) if group.speaks_for_all() else (None, []))
     if group.speaks_for_all() and options.verbose:
         lines = [f"hapi: passed over {line}\n" for line in passed_over]
-        lines.append(f"hapi: resuming from {found}\n" if found else f"hapi: no checkpoint in {options.save_dir} yet\n")
+        lines.append(f"hapi: resuming from {found}\n" if found else f"hapi: no checkpoint in {folder} yet\n")
         print("".join(lines), end="", flush=True)
     return found
 

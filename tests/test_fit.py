@@ -256,9 +256,10 @@ def test_modes_come_back_and_frozen_layers_stay_frozen():
 
     before = net[1].running_mean.clone()
     prepared(net).fit((x, y), (x, y), batch_size=25, epochs=2, verbose=0, callbacks=Watch())
-    assert seen == [[True, False, True, True]] * 2 + [[False] * 4] * 2 + [[True, False, True, True]] * 2 + [
-        [False] * 4
-    ] * 2
+    assert (
+        seen
+        == [[True, False, True, True]] * 2 + [[False] * 4] * 2 + [[True, False, True, True]] * 2 + [[False] * 4] * 2
+    )
     assert torch.equal(net[1].running_mean, before)
     assert [module.training for module in net] == [True, False, True, True]
     net.eval()
@@ -354,7 +355,6 @@ def test_nothing_is_read_between_log_points(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "item", lambda self: reads.append(1) or original(self))
     as_float = torch.Tensor.__float__
     monkeypatch.setattr(torch.Tensor, "__float__", lambda self: reads.append(1) or as_float(self))
-
 
     def reads_of(batch_size):
         # Adam reads its own step counters, SGD nothing.

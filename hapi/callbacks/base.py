@@ -31,6 +31,8 @@ for the device. Each hook gets a dict of its own, which it may change.
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -276,8 +278,34 @@ def _check(callback: Any) -> None:
             f"callbacks holds an object of type {type(callback).__name__}, which has not the hooks that are called. "
             "Derive its class from hapi.callbacks.Callback and override the hooks that it needs."
         )
+    _check_hooks(callback)
     freq = callback.batch_freq
     if isinstance(freq, bool) or not isinstance(freq, int) or freq < 1:
         raise ValueError(
             f"{type(callback).__name__} has batch_freq={freq!r}: it counts steps from 1. Write batch_freq = 1."
         )
+
+
+def _check_hooks(callback: Callback) -> None:
+    """A hook that is misspelled would never be called, one with other parameters would fail after an epoch."""
+    known = [name for name in dir(Callback) if name.startswith("on_")]
+    for name in dir(callback):
+        hook = getattr(callback, name) if name.startswith("on_") else None
+        if not callable(hook):
+            continue
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise TypeError(
+                f"{type(callback).__name__} has a method {name}, which is no hook and would never be called. "
+                f"Hooks are {', '.join(known)}" + (f"; {near[0]} is meant?" if near else ".")
+            )
+        if not _overrides(callback, name):
+            continue
+        expected = inspect.signature(getattr(Callback, name))
+        try:
+            inspect.signature(hook).bind(*[None] * (len(expected.parameters) - 1))
+        except TypeError:
+            raise TypeError(
+                f"{type(callback).__name__}.{name}{inspect.signature(hook)} cannot be called as hooks are. "
+                f"Write def {name}{expected}."
+            ) from None

@@ -21,23 +21,25 @@ class Monitor:
         min_delta: What a value must be better by.
 
     Raises:
-        ValueError: The mode is unknown, or the name does not tell it.
+        ValueError: The mode is unknown.
     """
 
     def __init__(self, owner: str, name: str, mode: str = "auto", min_delta: float = 0.0) -> None:
-        self.owner, self.name = owner, name
-        self.rising = _is_rising(owner, name, mode)
+        if mode not in ("auto", "min", "max"):
+            raise ValueError(f'{owner} received mode={mode!r}, which is unknown. Write "min", "max" or "auto".')
+        self.owner, self.name, self._mode = owner, name, mode
         self.min_delta = abs(min_delta)
         self.best: float | None = None
 
     def check(self, params: Mapping[str, Any]) -> None:
-        """See that the epoch logs will have the name.
+        """See that the epoch logs will have the name, and that it tells what is good.
 
         Raises:
-            ValueError: They will not.
+            ValueError: They will not, or it does not.
         """
         names = params.get("metrics")
         if names is None or self.name in names:
+            _is_rising(self.owner, self.name, self._mode)
             return
         cure = f"Write monitor= one of {', '.join(map(repr, names))}"
         if self.name.startswith("val_") and not any(name.startswith("val_") for name in names):
@@ -46,6 +48,11 @@ class Monitor:
             f"{self.owner} monitors {self.name!r}, but the logs of this fit will not have it: it could never act. "
             f"{cure}."
         )
+
+    @property
+    def rising(self) -> bool:
+        """Whether large values are good."""
+        return _is_rising(self.owner, self.name, self._mode)
 
     def improves(self, value: float) -> bool:
         """Whether the value is the best so far; it is then kept. NaN is never better."""
@@ -60,8 +67,6 @@ class Monitor:
 
 
 def _is_rising(owner: str, name: str, mode: str) -> bool:
-    if mode not in ("auto", "min", "max"):
-        raise ValueError(f'{owner} received mode={mode!r}, which is unknown. Write "min", "max" or "auto".')
     if mode != "auto":
         return mode == "max"
     lower = name.lower()

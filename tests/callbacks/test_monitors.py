@@ -33,7 +33,10 @@ def test_auto_mode_is_told_from_the_name(name, rising):
 
 def test_a_name_that_does_not_tell_and_a_mode_that_is_unknown():
     with pytest.raises(ValueError, match=r"monitors 'val_bleu'.*Write mode=.min. or mode=.max."):
-        EarlyStopping("val_bleu")
+        Monitor("EarlyStopping", "val_bleu").check({"metrics": ["loss", "val_bleu"]})
+    # A name that is not there at all is the first thing to say.
+    with pytest.raises(ValueError, match="one of 'loss', 'val_loss'"):
+        Monitor("EarlyStopping", "val_los").check({"metrics": ["loss", "val_loss"]})
     with pytest.raises(ValueError, match=r"received mode='maximum'.*Write .min., .max. or .auto."):
         ReduceLROnPlateau(mode="maximum")
     assert Monitor("X", "val_bleu", "max").rising and not Monitor("X", "acc", "min").rising
