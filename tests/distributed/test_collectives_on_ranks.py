@@ -1,0 +1,214 @@
+"""What a step costs the ranks, counted: exchanges between them, values read from the device, tensors kept alive."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from closed_form import Ramp, mean_output, prepared, ramp
+from ranks import same
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
+
+import hapi
+from hapi import agreement
+
+COLLECTIVES = (
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "barrier", "broadcast",
+    "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter", "scatter", "send", "recv",
+)  # fmt: skip
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count gradient exchanges ("gradients"), exchanges of buffers ("buffers") and all other collectives by name.
+
+    The ranks' meetings ("all_reduce MAX") come after steps 1, 3, 7, 15, ... here, whatever time steps take.
+    """
+    counts: Counter[str] = Counter()
+
+    def count_gradients(state, bucket):
+        counts["gradients"] += 1
+        # The hook's own call, counted below as well.
+        counts["all_reduce async"] -= 1
+        return allreduce_hook(dist.group.WORLD, bucket)
+
+    def wrap(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.register_comm_hook(None, count_gradients)
+
+    def sync_buffers(self: Any) -> None:
+        counts["buffers"] += 1
+        synced(self)
+
+    def counting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            kind = "MAX" if kwargs.get("op") == dist.ReduceOp.MAX else "async" if kwargs.get("async_op") else ""
+            counts[f"{name} {kind}".strip()] += 1
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    originals = {name: getattr(dist, name) for name in COLLECTIVES}
+    seconds, agreement._SECONDS = agreement._SECONDS, 1e9
+    made, synced = DistributedDataParallel.__init__, DistributedDataParallel._sync_buffers
+    DistributedDataParallel.__init__, DistributedDataParallel._sync_buffers = wrap, sync_buffers
+    for name, call in originals.items():
+        setattr(dist, name, counting(name, call))
+    try:
+        yield counts
+    finally:
+        agreement._SECONDS = seconds
+        DistributedDataParallel.__init__, DistributedDataParallel._sync_buffers = made, synced
+        for name, call in originals.items():
+            setattr(dist, name, call)
+
+
+class Stream(IterableDataset):
+    """So many items."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(Ramp(self.n)[number] for number in range(self.n))
+
+
+def small_net(batchnorm: bool = False) -> nn.Module:
+    return nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4) if batchnorm else nn.Tanh(), nn.Linear(4, 1))
+
+
+def count_fit(kind: str, steps: int, accumulate: int, batchnorm: bool, counts_losses: bool) -> dict[str, int]:
+    """The collectives of a fit of so many steps on two ranks."""
+    net = small_net(batchnorm)
+    loss: Any = mean_output if not counts_losses else lambda o, _: (o.sum(), len(o))
+    model = hapi.Model(net).prepare(torch.optim.SGD(net.parameters(), lr=0.01), loss, hapi.metrics.MeanSquaredError())
+    n = 4 * steps
+    data, options = {
+        "tensors": (ramp(n), {"batch_size": 2}),
+        "data set": (Ramp(n), {"batch_size": 2}),
+        "loader": (DataLoader(Ramp(n), batch_size=2, shuffle=True), {}),
+        "batches": (list(zip(*(column.split(2) for column in ramp(n)), strict=True)), {}),
+        "iterable": (Stream(n), {"batch_size": 2}),
+    }[kind]
+    with counted() as counts:
+        model.fit(data, accumulate_grad_batches=accumulate, verbose=0, **options)
+    return dict(counts)
+
+
+def without(counts: dict[str, int], *names: str) -> dict[str, int]:
+    return {name: count for name, count in counts.items() if name not in names}
+
+
+@pytest.mark.parametrize("counts_losses", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("kind", ["tensors", "data set", "loader", "batches"])
+def test_an_optimizer_step_costs_one_exchange_of_gradients_and_nothing_else(ranks, kind, accumulate, counts_losses):
+    few, many = (same(ranks(2).run(count_fit, kind, steps, accumulate, False, counts_losses)) for steps in (15, 60))
+    assert (few["gradients"], many["gradients"]) == (15 // accumulate, 60 // accumulate)
+    # The meetings, which come ever more rarely; all else comes once a fit or once an epoch.
+    meetings = many["all_reduce MAX"] - few["all_reduce MAX"]
+    assert meetings == (60 // accumulate + 1).bit_length() - (15 // accumulate + 1).bit_length()
+    assert without(few, "gradients", "all_reduce MAX") == without(many, "gradients", "all_reduce MAX")
+
+
+def test_an_iterable_costs_one_sum_more_that_nobody_waits_for(ranks):
+    few, many = (same(ranks(2).run(count_fit, "iterable", steps, 1, False, False)) for steps in (15, 60))
+    assert (few["gradients"], many["gradients"]) == (15, 60)
+    assert (few["all_reduce async"], many["all_reduce async"]) == (16, 61)
+    rest = ("gradients", "all_reduce async", "all_reduce MAX")
+    assert without(few, *rest) == without(many, *rest)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_buffers_are_exchanged_once_an_optimizer_step(ranks, accumulate):
+    counts = same(ranks(2).run(count_fit, "tensors", 15, accumulate, True, False))
+    assert counts["buffers"] == counts["gradients"] == 15 // accumulate
+
+
+def count_passes(batches: int) -> list[dict[str, int]]:
+    model = prepared(metrics=[hapi.metrics.MeanAbsoluteError(), hapi.metrics.MeanSquaredError()])
+    found = []
+    for call in (model.evaluate, model.predict):
+        for data in (ramp(4 * batches), Ramp(4 * batches), Stream(4 * batches)):
+            with counted() as counts:
+                call(data, batch_size=2, verbose=0)
+            found.append(dict(counts))
+    return found
+
+
+def test_evaluation_and_prediction_meet_at_their_ends_only(ranks):
+    few, many = (same(ranks(2).run(count_passes, batches)) for batches in (3, 50))
+    assert few == many
+    assert all(sum(counts.values()) < 20 for counts in few)
+
+
+READS = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__")
+
+
+def count_reads(steps: int) -> int:
+    """How often a fit asks for the value of a tensor, as each would wait for a device."""
+    model = prepared(metrics=[hapi.metrics.MeanAbsoluteError()])
+    reads = [0]
+
+    def counting(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            reads[0] += 1
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    originals = {name: getattr(torch.Tensor, name) for name in READS}
+    with counted():
+        for name, call in originals.items():
+            setattr(torch.Tensor, name, counting(call))
+        try:
+            model.network.seen = _Nothing()
+            model.fit(ramp(4 * steps), batch_size=2, log_freq=1000, verbose=2)
+        finally:
+            for name, call in originals.items():
+                setattr(torch.Tensor, name, call)
+    return reads[0]
+
+
+class _Nothing(list):
+    """Keeps nothing: what a test's network notes is not the library's reading."""
+
+    def extend(self, values: Any) -> None:
+        """Let go."""
+
+
+def test_no_step_reads_a_value(ranks):
+    few, many = (max(ranks(2).run(count_reads, steps)) for steps in (15, 60))
+    # `Line` itself calls tolist once a step; each of the two meetings more reads a few numbers.
+    assert many - few <= 45 + 2 * 12
+
+
+def graphs_alive() -> list[int]:
+    """Tensors with a graph behind them that are alive after steps 20 and 100."""
+    net = small_net()
+    model = hapi.Model(net).prepare(torch.optim.Adam(net.parameters()), mean_output, hapi.metrics.MeanSquaredError())
+    found: list[int] = []
+
+    class Look(hapi.callbacks.Callback):
+        def on_train_batch_end(self, step, logs=None):
+            if step in (20, 100):
+                gc.collect()
+                tensors = [entry for entry in gc.get_objects() if issubclass(type(entry), torch.Tensor)]
+                found.append(sum(tensor.grad_fn is not None for tensor in tensors))
+
+    model.fit(ramp(4 * 101), batch_size=2, callbacks=Look(), verbose=0)
+    return found
+
+
+def test_no_step_leaves_a_graph_behind(ranks):
+    for early, late in ranks(2).run(graphs_alive):
+        assert late == early
