@@ -279,17 +279,21 @@ def test_embeddings_with_sparse_gradients_train_on_ranks_without_samples_too(ran
     assert same(ranks(4).run(train_an_embedding, sparse)) == pytest.approx(wanted)
 
 
-def refuse_options() -> str:
-    model = prepared(ddp_options={"find_unused_parameters": True})
-    try:
-        model.fit(ramp(4), verbose=0)
-    except ValueError as error:
-        return str(error)
-    return "nothing was refused"
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_options_that_hapi_replaces_are_refused(option):
+    with pytest.raises(ValueError, match=f"{option}=True.* Leave it out"):
+        prepared(ddp_options={option: True})
 
 
-def test_options_that_hapi_replaces_are_refused(ranks):
-    assert "find_unused_parameters=True" in same(ranks(2).run(refuse_options))
+def with_options() -> float:
+    """Options that only change how gradients travel."""
+    model = prepared(ddp_options={"bucket_cap_mb": 1, "gradient_as_bucket_view": False})
+    model.fit(ramp(6), global_batch_size=3, shuffle=False, accumulate_grad_batches=2, verbose=0)
+    return model.network.value
+
+
+def test_other_options_change_no_number(ranks):
+    assert same(ranks(2).run(with_options)) == 1 - 2.5
 
 
 def mixed_forms() -> str:
