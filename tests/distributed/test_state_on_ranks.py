@@ -88,6 +88,8 @@ def normalised() -> dict[str, list[list[float]]]:
 
         def on_train_batch_end(self, step, logs=None):
             self.look("step")
+            if step == 0:
+                self.model.evaluate(ramp(3), batch_size=1, callbacks=Within(), verbose=0)
 
         def on_eval_batch_end(self, step, logs=None):
             self.look("evaluation")
@@ -97,6 +99,10 @@ def normalised() -> dict[str, list[list[float]]]:
 
         def on_train_end(self, logs=None):
             self.look("end")
+
+    class Within(Look):
+        def on_eval_batch_end(self, step, logs=None):
+            self.look("evaluation in a step")
 
     x, y = ramp(8)
     model.fit((x, y), (x, y), batch_size=2, epochs=3, eval_freq=2, shuffle=False, callbacks=Look(), verbose=0)
@@ -111,9 +117,27 @@ def test_batchnorm_s_buffers_are_rank_0_s_whenever_anybody_may_use_them(ranks):
     # Weight, bias, running mean, running variance, batches; the last batch of the first rank is 4, 5.
     assert first["step"] != second["step"]
     assert first["end"] == [[1.0, 0.0, 4.5, 0.5, 6.0]]
-    for moment in ("evaluation", "epoch", "end", "fit", "cut fit"):
+    for moment in ("evaluation", "evaluation in a step", "epoch", "end", "fit", "cut fit"):
         assert first[moment] == second[moment], moment
     assert first["cut fit"] == [[1.0, 0.0, 0.5, 0.5, 7.0]]
+
+
+def short_ends() -> list[int]:
+    """BatchNorm on data sets of many lengths: it cannot train on one sample. Which batches this rank had."""
+    sizes: list[int] = []
+    for n in (5, 6, 7, 11, 13):
+        net = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
+        net[0].register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
+        model = hapi.Model(net).prepare(torch.optim.SGD(net.parameters(), lr=0.1), mean_output)
+        model.fit(ramp(n), global_batch_size=8 if n % 2 else 4, verbose=0, num_iters=2)
+    return sizes
+
+
+def test_a_short_last_batch_is_cut_so_that_batchnorm_can_train(ranks):
+    # Batches of 5 | 4 and 2 | 7 | 8 and 3 | 8 and 5 samples.
+    first, second = ranks(2).run(short_ends)
+    assert first == [3, *(2, 2), 4, *(4, 3), *(4, 3)]
+    assert second == [2, 2, 3, 4, *(4, 2)]
 
 
 def frozen_layers() -> tuple[list[float], list[float], list[bool], list[bool]]:

@@ -12,6 +12,7 @@ from ranks import alone, same
 from torch.utils.data import IterableDataset
 
 import hapi
+from hapi import agreement
 from hapi.distributed import group
 
 
@@ -74,6 +75,21 @@ def test_any_rank_s_request_ends_all_ranks_at_the_same_edge(ranks, hook, step, e
     # The last epoch is always evaluated, where it is known in time to be the last.
     in_time = hook in ("on_epoch_begin", "on_train_batch_end")
     assert evaluations == (0 if not evaluates else 2 if eval_freq == 1 else int(in_time))
+
+
+def stop_within_an_epoch() -> int:
+    """One rank asks in its 10th step; meetings come after steps 1, 3, 7, 15, ... here, whatever time steps take."""
+    seconds, agreement._SECONDS = agreement._SECONDS, 1e9
+    try:
+        model = prepared()
+        model.fit(ramp(200), batch_size=1, callbacks=StopAt(1, "on_train_batch_end", 0, 9), verbose=0)
+    finally:
+        agreement._SECONDS = seconds
+    return model.steps_trained
+
+
+def test_within_an_epoch_all_ranks_stop_at_the_next_meeting(ranks):
+    assert same(ranks(2).run(stop_within_an_epoch)) == 15
 
 
 def stop_and_go_on() -> list[int]:
