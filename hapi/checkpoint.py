@@ -8,6 +8,7 @@ id: a pair is whole only if the ids agree, since two files cannot be renamed in 
 from __future__ import annotations
 
 import glob
+import math
 import uuid
 import warnings
 from collections import OrderedDict
@@ -192,27 +193,43 @@ def read_training(path: str | Path, identity: str | None) -> dict[str, Any] | No
     return content
 
 
-def newest(folder: str | Path) -> tuple[str | None, list[str]]:
-    """The newest whole checkpoint of a folder.
+def newest(folder: str | Path, network: nn.Module, run: str | None = None) -> tuple[str | None, list[str]]:
+    """The furthest whole checkpoint of a folder that fits a network: by the steps that it counts, then by its time.
+
+    Args:
+        folder: Where to look.
+        network: Whose weights are wanted.
+        run: Only of this run (`group.run_name`); None: of any.
 
     Returns:
-        Its path without ending, None if there is none; and what was newer but not whole, a line each with the reason.
+        Its path without ending, None if there is none; and what was passed over, a line each with the reason.
     """
-    candidates = [
-        path
-        for path in Path(folder).glob("*.pt")
-        if not path.name.endswith(".opt.pt") and not path.name.startswith(".")
-    ]
     passed_over: list[str] = []
-    for path in sorted(candidates, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+    for path in sorted(Path(folder).glob("[!.]*.pt"), key=_age, reverse=True):
+        if path.name.endswith(".opt.pt"):
+            continue
         try:
             weights = read_weights(path)
-            if read_training(path, weights.identity) is None:
+            training = read_training(path, weights.identity)
+            if training is None:
                 raise ValueError(f"{path} has no {training_path(path).name} beside it: the pair is not whole.")
+            if run is not None and training["position"]["run"] != run:
+                raise ValueError(f"{path} is of an earlier run; resume=True would go on from it.")
+            differences(weights, network, skip_mismatch=False)
             return str(path.with_suffix("")), passed_over
         except (ValueError, OSError) as error:
             passed_over.append(str(error))
     return None, passed_over
+
+
+def _age(path: Path) -> tuple[float, int]:
+    """How far a checkpoint's run had come. What cannot be read counts as the furthest, so that it is named."""
+    try:
+        # Not verified: it decides the order in which files are looked at, no more.
+        steps = torch.load(training_path(path), weights_only=True, mmap=True)["counters"]["steps_trained"]
+    except Exception:  # Damage shows as a dozen types.
+        steps = math.inf
+    return steps, path.stat().st_mtime_ns
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

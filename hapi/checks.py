@@ -91,7 +91,13 @@ def class_labels(labels: Any, outputs: Any) -> None:
     Raises:
         ValueError: Their dtype, shape or range does not fit cross-entropy.
     """
-    if not isinstance(labels, torch.Tensor) or not isinstance(outputs, torch.Tensor):
+    if not isinstance(outputs, torch.Tensor):
+        raise ValueError(
+            f"Cross-entropy received a {type(outputs).__name__} from the network, not one tensor of scores. Let the "
+            "network return that tensor alone, or give a loss of your own that picks it: "
+            "loss=lambda outputs, labels: cross_entropy(outputs['scores'], labels)."
+        )
+    if not isinstance(labels, torch.Tensor):
         return
     if outputs.dim() < 2:
         raise ValueError(

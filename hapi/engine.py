@@ -133,6 +133,7 @@ class Engine:
             "counters": counters,
             "position": {
                 "seed": self.seed,
+                "run": group.run_name(),
                 "world_size": group.get_world_size(),
                 "threads": torch.get_num_threads(),
                 "form": None if self._stepper is None else self._stepper.form,

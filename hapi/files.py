@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
 import zipfile
 from collections import Counter
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ import torch
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 _BASES: tuple[Any, ...] = (int, float, str, bytes)
 _LARGEST_INT_BITS = 1000
+_LEFT_FOR_GOOD = 3600.0
 # The bit of a zip member's attributes.
 _IS_FOLDER = 0x10
 
@@ -53,6 +55,17 @@ def rename(source: Path, target: Path) -> None:
     """Rename in one stroke, lastingly, over what is there."""
     os.replace(source, target)
     _flush_folder(target.parent)
+
+
+def sweep(folder: Path) -> None:
+    """Remove temporary files of processes that were killed while they wrote, an hour ago or longer.
+
+    Another run may be writing here at this moment, even from another host.
+    """
+    for leftover in folder.glob(".*.part"):
+        with contextlib.suppress(OSError):
+            if time.time() - leftover.stat().st_mtime > _LEFT_FOR_GOOD:
+                leftover.unlink()
 
 
 def read(path: Path) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hapi.arguments import FitOptions
+from hapi.callbacks.terminal import say
 from hapi.data import Feed
 from hapi.distributed import group
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 def announce(stepper: Stepper, train: Feed, options: FitOptions) -> None:
     """Print the start line, on rank 0 and unless silent."""
-    if not group.speaks_for_all() or options.verbose == 0:
+    if options.verbose == 0:
         return
     count = group.get_world_size()
     processes = "1 process" if count == 1 else f"{count} processes"
@@ -30,4 +31,4 @@ def announce(stepper: Stepper, train: Feed, options: FitOptions) -> None:
         parts.append(f"{train.steps} steps per epoch")
     if options.accumulate_grad_batches > 1:
         parts.append(f"{options.accumulate_grad_batches} steps per update")
-    print("hapi: " + "; ".join(parts) + "\n", end="", flush=True)
+    say("hapi: " + "; ".join(parts))

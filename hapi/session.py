@@ -53,11 +53,7 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
             "Write model.prepare(torch.optim.Adam(model.parameters(), lr=1e-3), loss) before it."
         )
     stepper = engine.ready()
-    seed = group.broadcast_object(rng.draw_seed() if options.seed is None else options.seed)
-    source = resuming.find(options)
-    resumed = None
-    if source is not None:
-        seed, resumed = _resume(model, source)
+    seed, resumed = _start(model, options)
     train_request, eval_request = _requests(options, seed, train_data, eval_data)
     train = make_feed(train_data, train_request, stepper.device)
     evaluation = None if eval_data is None else make_feed(eval_data, eval_request, stepper.device)
@@ -78,7 +74,14 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
     stepper.sync(parameters=True)
     report.announce(stepper, train, options)
     engine.seed = seed
-    with engine.in_call(run.callbacks), rng.isolated(stepper.device), modes.training(model.network):
+    with (
+        # Whatever context the script calls fit in.
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        engine.in_call(run.callbacks),
+        rng.isolated(stepper.device),
+        modes.training(model.network),
+    ):
         engine.look_at_labels([train, evaluation])
         loop.fit(run, plan)
     # Files that rank 0 wrote are there for every rank once fit has returned.
@@ -171,8 +174,13 @@ def _requests(options: FitOptions, seed: int, train_data: Any, eval_data: Any) -
     )
 
 
-def _resume(model: Model, source: str) -> tuple[int, loop.Resumed]:
-    """Load a checkpoint into the model; the run's seed, and what the loop takes over."""
+def _start(model: Model, options: FitOptions) -> tuple[int, loop.Resumed | None]:
+    """The run's seed; where it goes on from a checkpoint, load that, and give what the loop takes over."""
+    # Drawn in any case, so that the script's own stream goes on alike.
+    seed = group.broadcast_object(rng.draw_seed() if options.seed is None else options.seed)
+    source = resuming.find(options, model.network)
+    if source is None:
+        return seed, None
     state = model._load(source)
     if state is None:
         raise ValueError(

@@ -7,6 +7,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
 from hapi.device import current_device
 from hapi.distributed import group
@@ -26,6 +27,7 @@ def start(network: nn.Module, prepared: Prepared) -> torch.device:
         ValueError: SyncBatchNorm was asked for on a device without it.
     """
     group.start()
+    _refuse_lazy(network)
     device = _place(network, prepared)
     if prepared.sync_batchnorm:
         if device.type == "cpu":
@@ -37,6 +39,16 @@ def start(network: nn.Module, prepared: Prepared) -> torch.device:
             nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
     _compile(network, prepared.compile)
     return device
+
+
+def _refuse_lazy(network: nn.Module) -> None:
+    lazy = [name for name, parameter in network.named_parameters() if is_lazy(parameter)]
+    if lazy and group.get_world_size() > 1:
+        raise ValueError(
+            f"The parameters {', '.join(lazy)} have no shape yet, and {group.get_world_size()} processes would each "
+            "make "
+            "their own. Run one batch through the network before Model gets it: network(x[:2])."
+        )
 
 
 def _place(network: nn.Module, prepared: Prepared) -> torch.device:

@@ -344,3 +344,44 @@ def test_resume_takes_a_folder_too(tmp_path):
     model = hapi.Model(net).prepare(sgd(net), nn.CrossEntropyLoss())
     model.fit(data(), epochs=2, verbose=0, save_dir=tmp_path)
     assert model.fit(data(), epochs=3, verbose=0, resume=tmp_path).epoch == [1, 2, 3]
+
+
+def test_fit_trains_in_any_context_and_odd_arrays_serve():
+    x, y = data()
+    net = nn.Linear(4, 3)
+    model = hapi.Model(net).prepare(sgd(net), nn.CrossEntropyLoss())
+    for context in (torch.no_grad(), torch.inference_mode()):
+        before = net.weight.clone()
+        with context:
+            model.fit((x.numpy()[::-1], y.numpy()[::-1]), verbose=0)
+        assert not torch.equal(net.weight, before)
+
+
+def test_a_closed_or_missing_stdout_ends_no_training(monkeypatch):
+    import io
+    import sys
+
+    net = nn.Linear(4, 3)
+    model = hapi.Model(net).prepare(sgd(net), nn.CrossEntropyLoss())
+    closed = io.StringIO()
+    closed.close()
+    for stream in (None, closed):
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", stream)
+        model.fit(data(), data(), verbose=1)
+    assert model.epochs_trained == 2
+
+
+def test_cross_entropy_of_an_output_that_is_no_tensor():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return {"scores": self.layer(x)}
+
+    net = Named()
+    model = hapi.Model(net).prepare(sgd(net), nn.CrossEntropyLoss())
+    with pytest.raises(ValueError, match=r"outputs\['scores'\]"):
+        model.fit(data(), verbose=0)

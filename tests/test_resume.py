@@ -74,3 +74,55 @@ def test_resume_that_cannot_work(tmp_path):
     torch.save(model.network.state_dict(), tmp_path / "plain.pt")
     with pytest.raises(ValueError, match=r"by model\.load"):
         model.fit(data, resume=tmp_path / "plain", verbose=0)
+
+
+def test_the_furthest_checkpoint_that_fits_is_taken_whatever_the_files_times_say(tmp_path, capsys):
+    resume_runs.trained(tmp_path, 3)
+    for name in ("final", "3", "best_model"):
+        (tmp_path / f"{name}.pt").unlink()
+    (tmp_path / "1.pt").touch()
+    hapi.Model(torch.nn.Linear(2, 2)).save(tmp_path / "teacher")
+    for file in tmp_path.glob("teacher*"):
+        os.utime(file, (4e9, 4e9))
+    x, y = torch.randn(8, 6), torch.randint(3, (8,))
+    model, _ = resume_runs.trained(tmp_path / "other", 1)
+    model.steps_trained = 10**6
+    capsys.readouterr()
+    model.fit((x, y), epochs=4, save_dir=tmp_path, resume=True, verbose=2)
+    assert f"resuming from {tmp_path / '2'}\n" in capsys.readouterr().out
+    assert model.epochs_trained == 4
+
+
+def test_a_restart_goes_on_from_its_own_run_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "first")
+    resume_runs.trained(tmp_path, 2)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "second")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    _, history = resume_runs.trained(tmp_path, 1)
+    assert history.epoch == [1], "the first run's result is none of the second's"
+    _, history = resume_runs.trained(tmp_path, 2)
+    assert history.epoch == [1, 2]
+
+
+def test_a_best_model_of_early_stopping_holds_the_state_of_all_callbacks(tmp_path):
+    from hapi.callbacks import Callback, EarlyStopping
+
+    class Count(Callback):
+        seen = 0
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.seen += 1
+
+        def state_dict(self):
+            return {"seen": self.seen}
+
+        def load_state_dict(self, state):
+            self.seen = state["seen"]
+
+    net = torch.nn.Linear(6, 3)
+    data = (torch.randn(8, 6), torch.randint(3, (8,)))
+    model = hapi.Model(net).prepare("sgd", torch.nn.CrossEntropyLoss())
+    model.fit(data, data, epochs=2, save_dir=tmp_path, save_freq=5, verbose=0, callbacks=[EarlyStopping(), Count()])
+    count = Count()
+    model.fit(data, data, epochs=2, resume=tmp_path / "best_model", verbose=0, callbacks=count)
+    assert count.seen == 2

@@ -42,7 +42,7 @@ Logs = dict[str, Any]
 
 # The places of callbacks: the history knows an epoch before anybody acts on it, and a checkpoint holds what
 # the others have made of it.
-FIRST, PROGRESS, OTHERS, LAST = range(4)
+FIRST, PROGRESS, OTHERS, SAVING, LAST = range(5)
 
 
 class Callback:

@@ -228,7 +228,7 @@ def _in_notebook() -> bool:
 
 
 def _has_screen() -> bool:
-    return _in_notebook() or sys.stderr.isatty()
+    return _in_notebook() or (sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty())
 
 
 def _bar_size() -> dict[str, Any]:

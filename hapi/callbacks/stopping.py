@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from hapi.callbacks.base import Callback, Logs
+from hapi.callbacks.base import SAVING, Callback, Logs
 from hapi.callbacks.checkpoint import ModelCheckpoint
 from hapi.callbacks.monitor import Monitor
 from hapi.callbacks.terminal import note, number
@@ -34,6 +34,9 @@ class EarlyStopping(Callback):
     Raises:
         ValueError: ``mode`` is unknown or cannot be told from the name, ``patience`` is negative.
     """
+
+    # Its best model holds the other callbacks' state of the same moment.
+    _place = SAVING
 
     def __init__(
         self,

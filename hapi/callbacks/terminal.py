@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -11,9 +12,11 @@ from hapi.distributed import get_rank
 
 def say(text: str) -> None:
     """Write a line to stdout on global rank 0, as one string: lines of several processes must not mix."""
-    if get_rank() == 0:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+    # A service has no stdout, and a pipe's reader may have gone: neither is a reason to end a training.
+    if get_rank() == 0 and sys.stdout is not None and not sys.stdout.closed:
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
 
 
 def note(verbose: int, params: Mapping[str, Any], text: str) -> None:

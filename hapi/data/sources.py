@@ -113,6 +113,9 @@ def is_columns(data: Any) -> bool:
 
 
 def _as_stored(column: Any) -> torch.Tensor:
+    if is_array(column) and any(stride < 0 for stride in column.strides):
+        # Reversed views, which torch does not take.
+        column = column.copy()
     tensor = torch.as_tensor(column)
     if tensor.dim() == 0:
         raise ValueError(

@@ -148,6 +148,13 @@ def was_restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0) > 0
 
 
+def run_name() -> str | None:
+    """What tells this run from others, the same after a launcher's restart; None without a launcher that restarts."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    # torchrun's static meeting calls every run "none": then the launcher's own process tells.
+    return f"none:{os.getppid()}" if name == "none" else name
+
+
 def speaks_for_all() -> bool:
     """Whether this process is the one that writes files and speaks to the terminal."""
     return get_rank() == 0
