@@ -54,9 +54,7 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
         )
     stepper = engine.ready()
     seed, resumed = _start(model, options)
-    train_request, eval_request = _requests(options, seed, train_data, eval_data)
-    train = make_feed(train_data, train_request, stepper.device)
-    evaluation = None if eval_data is None else make_feed(eval_data, eval_request, stepper.device)
+    train, evaluation = _feeds(options, seed, train_data, eval_data, stepper.device)
     params = _fit_params(model, options, train, evaluation, resumed is not None)
     if engine.prepared.schedule is not None:
         engine.prepared.schedule.check(params["metrics"])
@@ -148,6 +146,14 @@ def _refuse_unwritable(folders: list[str | Path | None]) -> None:
                 f"save_dir received {folder!r}, where no checkpoint can be written: {problem}. "
                 "Choose a folder that you may write to, or leave save_dir out to train without checkpoints."
             )
+
+
+def _feeds(
+    options: FitOptions, seed: int, train_data: Any, eval_data: Any, device: torch.device
+) -> tuple[Feed, Feed | None]:
+    train_request, eval_request = _requests(options, seed, train_data, eval_data)
+    train = make_feed(train_data, train_request, device)
+    return train, None if eval_data is None else make_feed(eval_data, eval_request, device)
 
 
 def _requests(options: FitOptions, seed: int, train_data: Any, eval_data: Any) -> tuple[Request, Request]:
