@@ -328,6 +328,13 @@ def test_augmentations_differ_between_ranks_workers_and_epochs_and_repeat_with_t
     assert ranks(2).run(noise_seen, kind, workers) == results
 
 
+@pytest.mark.parametrize("kind", ["data set", "loader", "collate"])
+def test_augmentations_do_not_depend_on_the_number_of_workers(ranks, kind):
+    alone_in_process = ranks(2).run(noise_seen, kind, 0)
+    for workers in (1, 2):
+        assert ranks(2).run(noise_seen, kind, workers) == alone_in_process
+
+
 def evaluate_in_callbacks(really: bool) -> tuple[list[float], dict[str, list[float]]]:
     """A run with dropout, with and without evaluations and predictions in its midst."""
     hapi.seed(2)
