@@ -70,15 +70,18 @@ class Ranks:
         if all(outcome is not None and outcome[0] for outcome in outcomes):
             return [outcome[1] for outcome in outcomes if outcome is not None]
         called = f"{function.__module__}.{function.__qualname__}{args!r} on {self.world_size} ranks"
-        self.close()
+        for member in self._members:
+            member.close()
         parts = [member.report(outcome) for member, outcome in zip(self._members, outcomes, strict=True)]
-        self._members = []
+        self.close()
         raise RankFailure("\n".join([called, *parts]))
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes; a later `run` starts new ones."""
         for member in self._members:
             member.close()
+            member.log.unlink(missing_ok=True)
+        self._members = []
 
     def _start(self) -> None:
         _processes.set_forkserver_preload(["torch._dynamo", "torch.nn.parallel", "hapi", __name__])
@@ -111,7 +114,7 @@ class _Member:
         self.connection, theirs = _processes.Pipe()
         descriptor, name = tempfile.mkstemp(prefix=f"rank{rank}of{world_size}.", suffix=".log")
         os.close(descriptor)
-        self._log = Path(name)
+        self.log = Path(name)
         environment = {
             "RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": "lo", "HAPI_TIMEOUT": str(TIMEOUT),
@@ -135,13 +138,12 @@ class _Member:
 
     def report(self, outcome: tuple[bool, Any] | None) -> str:
         what = "it did not come back" if outcome is None else "it returned" if outcome[0] else outcome[1]
-        written = self._log.read_text(errors="replace")[-8000:] if self._log.exists() else ""
-        self._log.unlink(missing_ok=True)
+        written = self.log.read_text(errors="replace")[-8000:]
         return f"--- rank {self.rank}: {what}\n{written}"
 
     def close(self) -> None:
         self.connection.close()
-        self._process.join(0.2)
+        self._process.join(2.0)
         if self._process.is_alive():
             # Shows its stack in the log, then ends.
             self._process.terminate()
@@ -159,6 +161,7 @@ def _serve(connection: multiprocessing.connection.Connection, environment: dict[
     written = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(written, 1)
     os.dup2(written, 2)
+    os.close(written)
     faulthandler.enable()
     faulthandler.register(signal.SIGTERM, chain=True)
     torch.set_num_threads(1)
@@ -172,8 +175,6 @@ def _serve(connection: multiprocessing.connection.Connection, environment: dict[
             connection.send_bytes(_answer(message, count))
         except (EOFError, OSError):
             break  # The tests have ended, or given this group up.
-    os.close(written)
-    Path(log).unlink(missing_ok=True)
 
 
 def _answer(message: bytes, count: int) -> bytes:
