@@ -1,5 +1,6 @@
 # make demo     train on the Fashion-MNIST sample that the package ships: bar, accuracy, checkpoint
 # make test     the tests;  make test ARGS="-k summary"  some of them
+# make test-launchers   hapirun on two hosts, made of network namespaces (root, iproute2)
 # make lint     ruff and mypy
 # make bench    the benchmarks of the README (full MNIST; several minutes)
 # make clean    removes what these commands have made, .venv included
@@ -14,7 +15,7 @@ ARGS ?=
 python := $(or $(PYTHON),$(VENV)/bin/python)
 pip := $(python) -m pip --disable-pip-version-check install
 
-.PHONY: help demo test lint bench clean install
+.PHONY: help demo test test-launchers lint bench clean install
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -25,6 +26,10 @@ demo: install
 test: needs := pytest
 test: install
 	$(python) -m pytest $(ARGS)
+
+test-launchers: needs := pytest
+test-launchers: install
+	$(python) -m pytest -m launchers $(ARGS)
 
 lint: needs := ruff mypy
 lint: install

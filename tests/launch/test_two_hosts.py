@@ -11,6 +11,9 @@ import time
 import pytest
 from launches import Launch, eventually, is_gone
 
+# Minutes of hosts that come and go, on network namespaces: `make test-launchers`.
+pytestmark = pytest.mark.launchers
+
 PREFIX = f"ha{os.getpid() % 10000}"
 HOSTS = (f"{PREFIX}h0", f"{PREFIX}h1")
 ADDRESSES = ("10.231.7.10", "10.231.7.9")  # in the order of neither texts nor numbers
