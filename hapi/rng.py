@@ -70,6 +70,35 @@ def set_streams(key: int, device: torch.device | None = None) -> None:
         _seed_device(device, key & (_MASK >> 1))
 
 
+class Stream:
+    """A course of the global CPU generators of its own, for code that draws now and then while others draw too.
+
+    Args:
+        key: Where it starts.
+    """
+
+    def __init__(self, key: int) -> None:
+        self._key = key
+        self._states: tuple[Any, Any, Any] | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within, the generators go on from where they were at the end of the last such context."""
+        numpy_random = _numpy_random()
+        if self._states is None:
+            set_streams(self._key)
+        else:
+            torch.default_generator.set_state(self._states[0])
+            random.setstate(self._states[1])
+            if numpy_random is not None:
+                numpy_random.set_state(self._states[2])
+        try:
+            yield
+        finally:
+            numpy_state = numpy_random.get_state() if numpy_random is not None else None
+            self._states = torch.default_generator.get_state(), random.getstate(), numpy_state
+
+
 @contextmanager
 def isolated(device: torch.device) -> Iterator[None]:
     """Give the script its random state back afterwards, whatever was drawn within."""

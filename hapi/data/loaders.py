@@ -25,6 +25,8 @@ from hapi.data.streams import (
     PositionedCollate,
     SelfShardedFeed,
     ShardedIterable,
+    declares_shards,
+    drawn_alike,
     in_step,
     shards_itself,
 )
@@ -36,15 +38,17 @@ _BATCHES_PER_BROADCAST = 64
 
 def loader_feed(loader: DataLoader[Any], device: torch.device, seed: int, lockstep: bool) -> Feed:
     """A feed over the user's DataLoader."""
+    is_plain = type(loader).__iter__ is DataLoader.__iter__
     if isinstance(loader.dataset, IterableDataset):
-        if shards_itself(loader):
-            return SelfShardedFeed(loader, device, lockstep)
+        if shards_itself(loader) and not (is_plain and declares_shards(loader.dataset)):
+            return SelfShardedFeed(loader, device, seed, lockstep)
         return IterableFeed(_with_shards(loader, seed), device, lockstep)
     if shards_itself(loader):
-        return SelfShardedFeed(loader, device, lockstep)
-    if type(loader).__iter__ is not DataLoader.__iter__:
+        kind = OwnOrderFeed if is_plain else SelfShardedFeed
+        return kind(loader, device, seed, lockstep)
+    if not is_plain:
         if group.get_world_size() == 1:
-            return SelfShardedFeed(loader, device, lockstep)
+            return SelfShardedFeed(loader, device, seed, lockstep)
         raise TypeError(
             f"A {type(loader).__name__} arrived, a DataLoader whose own __iter__ may ignore its batch sampler, so that "
             "its "
@@ -53,6 +57,56 @@ def loader_feed(loader: DataLoader[Any], device: torch.device, seed: int, lockst
             "collate_fn or the data set; or shard by yourself and set `sharded = True` on the loader."
         )
     return SharedLoaderFeed(loader, device, seed, lockstep)
+
+
+class OwnOrderFeed(Feed):
+    """A map-style DataLoader whose order is this rank's own: all of it is read, its random streams keyed like others'.
+
+    The order itself is drawn from streams that are alike on every rank: a sampler may shuffle all of the data before it
+    takes this rank's part.
+    """
+
+    def __init__(self, loader: DataLoader[Any], device: torch.device, seed: int, lockstep: bool) -> None:
+        super().__init__(device)
+        self._given = loader
+        self._seed = seed
+        self._lockstep = lockstep
+        self._sampler = RefillableSampler()
+        self._loader = _with_order(loader, self._sampler, loader.batch_sampler is not None)
+        self.ordered = group.get_world_size() == 1
+        if self.ordered:
+            self.steps = _length(loader)
+
+    def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
+        """See `Feed.pieces`."""
+        set_epoch(self._given, epoch)
+        order = enumerate(drawn_alike(_Order(self._given), self._seed, epoch))
+        rank = group.get_rank()
+        self._sampler.refill(
+            Keyed(indices, rng.mix(self._seed, rng.FETCH, epoch, number, rank), epoch)
+            for number, indices in islice(order, start, None)
+        )
+        numbered = enumerate(self._loader, start)
+        return in_step(((batch, batches.size_of(batch), n) for n, batch in numbered), self._lockstep)
+
+
+class _Order:
+    """The order of a loader, as it would draw it itself."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        # A pass over a DataLoader draws its workers' base seed first; with a generator that the sampler shares, the
+        # order comes after it.
+        torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+        return iter(self._loader.sampler if self._loader.batch_sampler is None else self._loader.batch_sampler)
+
+
+def _length(loader: DataLoader[Any]) -> int | None:
+    """How many batches a pass has, where that is known."""
+    order: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    return len(order) if isinstance(order, Sized) else None
 
 
 class SharedLoaderFeed(Feed):
@@ -76,9 +130,8 @@ class SharedLoaderFeed(Feed):
         self.global_batch = None if loader.batch_size is None else loader.batch_size * self._world_size
         if type(loader.batch_sampler) is BatchSampler and not loader.drop_last and isinstance(loader.sampler, Sized):
             self.samples = len(loader.sampler)
-        order: Any = loader.batch_sampler if self._batched else loader.sampler
-        if isinstance(order, Sized):
-            self.steps = -(-len(order) // self._world_size)
+        length = _length(loader)
+        self.steps = None if length is None else -(-length // self._world_size)
 
     def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
         """See `Feed.pieces`."""
@@ -121,29 +174,14 @@ class SharedLoaderFeed(Feed):
 
     def _rounds(self, epoch: int) -> Iterator[list[Any]]:
         """The batches of indices of each step, one a rank; fewer in the last."""
-        drawn = self._drawn() if self._rank == 0 else iter(())
         per_broadcast = _BATCHES_PER_BROADCAST * self._world_size
-        number = 0
+        drawn = drawn_alike(_Order(self._given) if self._rank == 0 else (), self._seed, epoch, per_broadcast)
         while True:
-            if self._rank == 0:
-                rng.set_streams(rng.mix(self._seed, rng.ORDER, epoch, number))
             chunk = group.broadcast_object(list(islice(drawn, per_broadcast)))
             for first in range(0, len(chunk), self._world_size):
                 yield chunk[first : first + self._world_size]
             if len(chunk) < per_broadcast:
                 return
-            number += 1
-
-    def _drawn(self) -> Iterator[Any]:
-        """The order as the user's loader would draw it (on rank 0 alone)."""
-        # A pass over a DataLoader draws its workers' base seed first; with a generator that the sampler shares, the
-        # order comes after it.
-        torch.empty((), dtype=torch.int64).random_(generator=self._given.generator)
-        batch_sampler = self._given.batch_sampler
-        if batch_sampler is not None:
-            yield from batch_sampler
-        else:
-            yield from self._given.sampler
 
 
 def iterable_loader(

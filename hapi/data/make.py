@@ -100,7 +100,7 @@ def _choose(data: Any, request: Request, device: torch.device) -> Feed:
     if isinstance(data, Iterable) and not isinstance(data, str | bytes | dict):
         _refuse_options(request, "a list of batches", "when the batches are made")
         return (
-            SelfShardedFeed(data, device, request.lockstep)
+            SelfShardedFeed(data, device, request.seed, request.lockstep)
             if shards_itself(data)
             else BatchesFeed(data, device, request.seed)
         )

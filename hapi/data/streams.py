@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
 from itertools import count, islice
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -16,6 +17,7 @@ from hapi.data.epochs import set_epoch
 from hapi.data.feeds import Feed, Piece
 from hapi.distributed import group
 
+T = TypeVar("T")
 Local = tuple[Any, int, int | torch.Tensor]
 """A batch of this rank, its samples, its position."""
 
@@ -45,12 +47,33 @@ def in_step(local: Iterator[Local], lockstep: bool) -> Iterator[Piece]:
         yield Piece(*current[:2], total, current[2]) if current else Piece(None, 0, total, 0)
 
 
+def drawn_alike(data: Iterable[T], seed: int, epoch: int, at_once: int = 1) -> Iterator[T]:
+    """Iterate over something that may draw its order on the way, from the global generators: alike on every rank.
+
+    Args:
+        data: A sampler, or a re-iterable of batches.
+        seed: Of the order.
+        epoch: Whose order.
+        at_once: How many items to draw at once.
+    """
+    stream = rng.Stream(rng.mix(seed, rng.ORDER, epoch))
+    items: Iterator[T] | None = None
+    while True:
+        with stream.running():
+            items = iter(data) if items is None else items
+            drawn = list(islice(items, at_once))
+        yield from drawn
+        if len(drawn) < at_once:
+            return
+
+
 class SelfShardedFeed(Feed):
     """A loader, or any iterable of batches, that is taken as it is: it shards itself, or there is one process."""
 
-    def __init__(self, loader: Iterable[Any], device: torch.device, lockstep: bool) -> None:
+    def __init__(self, loader: Iterable[Any], device: torch.device, seed: int, lockstep: bool) -> None:
         super().__init__(device)
         self._loader = loader
+        self._seed = seed
         self._lockstep = lockstep
         self.ordered = group.get_world_size() == 1
         if self.ordered and isinstance(loader, Sized) and not _is_iterable_loader(loader):
@@ -59,6 +82,8 @@ class SelfShardedFeed(Feed):
     def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
         """See `Feed.pieces`."""
         set_epoch(self._loader, epoch)
+        # Whoever shuffles all of the data before taking a part of it counts on equal generators, as scripts have them.
+        rng.set_streams(rng.mix(self._seed, rng.ORDER, epoch))
         numbered = enumerate(islice(iter(self._loader), start, None), start)
         return in_step(((batch, batches.size_of(batch), n) for n, batch in numbered), self._lockstep)
 
@@ -104,20 +129,20 @@ class BatchesFeed(Feed):
     def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
         """See `Feed.pieces`."""
         set_epoch(self._data, epoch)
-        stream = islice(iter(self._data), start * self._world_size, None)
+        # Every rank walks through all of it.
+        all_batches = self._data if isinstance(self._data, list) else self._drawn(epoch)
+        stream = islice(all_batches, start * self._world_size, None)
         position = start * self._world_size + self._rank
-        while True:
-            # Every rank walks through all of it: an order that is drawn on the way must be the same on all.
-            rng.set_streams(rng.mix(self._seed, rng.ORDER, epoch, position // self._world_size))
-            dealt = list(islice(stream, self._world_size))
-            if not dealt:
-                return
+        while dealt := list(islice(stream, self._world_size)):
             sizes = [batches.size_of(batch) for batch in dealt]
             size = sizes[self._rank] if self._rank < len(dealt) else 0
             if sum(sizes):
                 # A batch without samples is none.
                 yield Piece(dealt[self._rank] if size else None, size, sum(sizes), position)
             position += self._world_size
+
+    def _drawn(self, epoch: int) -> Iterator[Any]:
+        return drawn_alike(self._data, self._seed, epoch, at_once=self._world_size)
 
 
 class IterableFeed(Feed):
@@ -174,21 +199,21 @@ class ShardedIterable(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         set_epoch(self.dataset, int(self._epoch))
-        if declares_shards(self.dataset):
-            return ((-1, item) for item in self.dataset)
-        if self._set_up_by_worker:
-            return self._in_turns(iter(self.dataset), self._rank, self._world_size, ordered=False)
         info = torch_worker.get_worker_info()
         workers, worker = (info.num_workers, info.id) if info is not None else (1, 0)
         shards, shard = self._world_size * workers, worker * self._world_size + self._rank
+        if declares_shards(self.dataset):
+            return ((-1, item) for item in self._items(None, shard, own=True))
+        if self._set_up_by_worker:
+            return self._in_turns(self._items(None, shard, worker), self._rank, self._world_size, ordered=False)
         with group.watched_rank() as asked:
             shown = _WatchedInfo(shard, shards, self.dataset)
-            items = self._watched(shown)
+            items = self._items(shown, shard)
             first = list(islice(items, 1))
         if asked.was_read and self._world_size > 1:
             shards, shard = workers, worker
             shown = _WatchedInfo(shard, shards, self.dataset)
-            items = self._watched(shown)
+            items = self._items(shown, worker * self._world_size + self._rank, self._rank)
             first = list(islice(items, 1))
         whole = (item for part in (first, items) for item in part)
         if shown.was_read and shards > 1:
@@ -198,20 +223,28 @@ class ShardedIterable(IterableDataset[Any]):
     def _in_turns(self, items: Iterator[Any], shard: int, shards: int, ordered: bool) -> Iterator[tuple[int, Any]]:
         return ((n if ordered else -1, item) for n, item in enumerate(items) if n // self._turn % shards == shard)
 
-    def _watched(self, shown: _WatchedInfo) -> Iterator[Any]:
-        """The items, with the watched info in the place of torch's, and common random streams, while they are made."""
-        real: Any = torch_worker._worker_info
+    def _items(self, shown: _WatchedInfo | None, place: int, part: int = 0, *, own: bool = False) -> Iterator[Any]:
+        """The data set's items.
+
+        Random streams start alike everywhere: who shuffles all of the data and then takes a share counts on it. From
+        the second item on they are alike only for those who read the same part and take turns.
+
+        Args:
+            shown: What stands in the place of torch's worker info while items are made; None: that itself.
+            place: The number of this worker over all ranks.
+            part: The number of the part that it reads with others.
+            own: Whether nobody else reads what it reads. Found out from `shown` too.
+        """
         items: Iterator[Any] | None = None
         ended = object()
         for number in count():
-            if not shown.was_read:
-                rng.set_streams(rng.mix(self._seed, rng.ORDER, int(self._epoch), number))
-            torch_worker._worker_info = cast(Any, shown)
-            try:
+            alone = own or (shown is not None and shown.was_read)
+            if number < 2 or not alone:
+                where = (int(alone), place if alone else part) if number else ()
+                rng.set_streams(rng.mix(self._seed, rng.ORDER, int(self._epoch), number, *where))
+            with _in_place_of_worker_info(shown):
                 items = iter(self.dataset) if items is None else items
                 item = next(items, ended)
-            finally:
-                torch_worker._worker_info = real
             if item is ended:
                 return
             yield item
@@ -236,6 +269,16 @@ def _remade(arguments: tuple[Any, ...], epoch: torch.Tensor) -> ShardedIterable:
     made = ShardedIterable(*arguments)
     made.__dict__["_epoch"] = epoch
     return made
+
+
+@contextmanager
+def _in_place_of_worker_info(shown: _WatchedInfo | None) -> Iterator[None]:
+    real: Any = torch_worker._worker_info
+    torch_worker._worker_info = real if shown is None else cast(Any, shown)
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = real
 
 
 class PositionedCollate:

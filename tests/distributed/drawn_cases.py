@@ -250,14 +250,20 @@ class Buckets(Sampler[list[int]]):
 
 
 class Reshuffled:
-    """Batches in an order of their own, drawn from the global generator at each pass."""
+    """Batches in an order of their own, drawn from the global generators: at once, or one by one on the way."""
 
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
+    def __init__(self, batches: list[Any], at_once: bool) -> None:
+        self.batches, self.at_once = batches, at_once
 
     def __iter__(self) -> Iterator[Any]:
-        for index in torch.randperm(len(self.batches)):
-            yield self.batches[index]
+        if self.at_once:
+            return iter([self.batches[index] for index in torch.randperm(len(self.batches))])
+        return self.one_by_one()
+
+    def one_by_one(self) -> Iterator[Any]:
+        remaining = list(self.batches)
+        while remaining:
+            yield remaining.pop(random.randrange(len(remaining)))
 
 
 class Stream(IterableDataset[Any]):
@@ -339,7 +345,7 @@ def make_data(case: Case) -> Any:
             rows, shuffle=True, num_workers=case.workers, persistent_workers=case.samples % 2 == 0, **keep
         ),
         "batches": lambda: batches,
-        "reshuffled batches": lambda: Reshuffled(batches),
+        "reshuffled batches": lambda: Reshuffled(batches, at_once=case.number % 2 == 0),
         "iterable": lambda: Stream(x, y),
         "iterable shuffled": lambda: Stream(x, y, shuffled=True),
         "iterable loader": lambda: DataLoader(Stream(x, y, shuffled=True), **keep),

@@ -120,6 +120,60 @@ def test_a_distributed_sampler_is_left_alone_and_told_the_epoch(ranks):
     assert of_ranks([seen for seen, _ in results]) == [list(range(8))] * 2
 
 
+class HandMade(Sampler[int]):
+    """Shuffles all of the data, from the global generator, and takes every W-th sample: at once, or on the way."""
+
+    def __init__(self, n: int, at_once: bool) -> None:
+        self.n, self.at_once = n, at_once
+        self.num_replicas, self.rank = group.get_world_size(), group.get_rank()
+
+    def __iter__(self) -> Iterator[int]:
+        return (
+            iter(torch.randperm(self.n).tolist()[self.rank :: self.num_replicas]) if self.at_once else self.on_the_way()
+        )
+
+    def on_the_way(self) -> Iterator[int]:
+        remaining = list(range(self.n))
+        for number in range(self.n):
+            drawn = remaining.pop(random.randrange(len(remaining)))
+            if number % self.num_replicas == self.rank:
+                yield drawn
+
+
+def with_hand_made_sampler(at_once: bool, workers: int) -> list[list[int]]:
+    return seen_in(DataLoader(Ramp(13), batch_size=2, sampler=HandMade(13, at_once), num_workers=workers), epochs=3)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_hand_made_sampler_may_count_on_equal_generators(ranks, at_once, workers):
+    results = ranks(2).run(with_hand_made_sampler, at_once, workers)
+    assert of_ranks(results) == [list(range(13))] * 3
+    assert len({tuple(epoch) for epoch in results[0]}) == 3
+
+
+class Dice(Sampler[int]):
+    """Draws each index when it is asked for."""
+
+    def __len__(self) -> int:
+        return 450
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(450):
+            yield random.randrange(1000)
+
+
+def with_dice() -> list[list[int]]:
+    return seen_in(DataLoader(Ramp(1000), batch_size=1, sampler=Dice()))
+
+
+def test_an_order_drawn_on_the_way_is_the_same_at_any_world_size(ranks):
+    ((wanted),) = alone(with_dice)
+    for world in (2, 3):
+        results = [seen for (seen,) in ranks(world).run(with_dice)]
+        assert [number for step in zip(*results, strict=True) for number in step] == wanted
+
+
 class Paddles(hapi.distributed.DistributedBatchSampler):
     """Paddle's, or what a script makes of it."""
 
@@ -328,6 +382,31 @@ class ByRank(Stream):
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         rank, world = group.get_rank(), group.get_world_size()
         return (torch.tensor([float(n)]) for n in range(rank + world * worker, self.n, world * workers))
+
+
+class SetUp(Stream):
+    """Its workers' parts are set by `worker_init_fn`, as torch documents; then it shuffles."""
+
+    first, last = 0, 20
+
+    def __iter__(self) -> Iterator[Any]:
+        numbers = list(range(self.first, self.last))
+        random.shuffle(numbers)
+        return (torch.tensor([float(number)]) for number in numbers)
+
+
+def set_up_part(number: int) -> None:
+    info = get_worker_info()
+    info.dataset.first, info.dataset.last = (0, 7) if number == 0 else (7, 20)
+
+
+def set_up_by_workers() -> list[list[int]]:
+    return seen_in(DataLoader(SetUp(20), batch_size=2, num_workers=2, worker_init_fn=set_up_part), epochs=2)
+
+
+def test_parts_set_up_in_workers_are_shared_out_among_the_ranks(ranks):
+    assert of_ranks(ranks(2).run(set_up_by_workers)) == [list(range(20))] * 2
+    assert of_ranks([alone(set_up_by_workers)]) == [list(range(20))] * 2
 
 
 class SaysSo(Stream):
