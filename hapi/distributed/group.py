@@ -243,7 +243,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
     filled = 0
     with torch.no_grad():
         for tensor in tensors:
-            if bucket and (_kind(tensor) != _kind(bucket[0]) or filled > _BROADCAST_BUCKET_BYTES):
+            if bucket and (tensor.device != bucket[0].device or filled > _BROADCAST_BUCKET_BYTES):
                 _broadcast_bucket(bucket)
                 bucket, filled = [], 0
             bucket.append(tensor)
@@ -274,21 +274,14 @@ def gather_rows(rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]
     return [piece.view(rows.dtype).reshape(padded.shape)[:count] for piece, count in zip(gathered, counts, strict=True)]
 
 
-def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:
-    return tensor.dtype, tensor.device
-
-
 def _broadcast_bucket(bucket: list[torch.Tensor]) -> None:
+    # As bytes: backends know few dtypes, and nothing is computed here.
+    pieces = [tensor.reshape(-1).view(torch.uint8) for tensor in bucket]
     if len(bucket) == 1 and bucket[0].is_contiguous():
-        dist.broadcast(bucket[0], src=0)
+        dist.broadcast(pieces[0], src=0)
         return
-    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    flat = torch.cat(pieces)
     dist.broadcast(flat, src=0)
-    _unflatten_into(flat, bucket)
-
-
-def _unflatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    start = 0
-    for tensor in tensors:
-        tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
-        start += tensor.numel()
+    for tensor, piece in zip(bucket, torch.split(flat, [len(piece) for piece in pieces]), strict=True):
+        # A clone starts where any dtype may start.
+        tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))

@@ -59,6 +59,13 @@ class Replica(nn.Module):
         return [p for p in self.parameters() if p is not self.probe and p is not self.marks]
 
 
+_EXCHANGED = (
+    torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+    torch.float64, torch.complex64, torch.complex128,
+)  # fmt: skip
+"""Dtypes that both gloo and NCCL know."""
+
+
 class _FixedBuckets(DistributedDataParallel):
     """DDP whose buckets are laid out at construction, from the last layer to the first.
 
@@ -149,6 +156,9 @@ class GradientExchange:
         self._sparse = _with_sparse_gradients(self.replica)
         self._all_reached = torch.ones(len(self._trained), device=self.replica.probe.device)
         self.replica.marks = nn.Parameter(torch.zeros_like(self._all_reached))
+        # Its own sync would fail on dtypes that backends do not know; `Stepper.sync` does not.
+        ignored: Any = [name for name, buffer in self.replica.named_buffers() if buffer.dtype not in _EXCHANGED]
+        self.replica._ddp_params_and_buffers_to_ignore = ignored
         self._wrapped = _FixedBuckets(self.replica, **{"gradient_as_bucket_view": True, **self._options})
         self._wrapped.fix_buckets()
 

@@ -60,6 +60,43 @@ def test_ranks_start_from_rank_0_s_weights_and_buffers(ranks, call):
     assert same(afters) == befores[0]
 
 
+class Odd(nn.Module):
+    """Buffers of all sorts, other ones on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        numbers = torch.arange(5) + 3 * group.get_rank()
+        dtypes = (
+            torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.float16,
+            torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.float8_e4m3fn,
+        )  # fmt: skip
+        for dtype in dtypes:
+            self.register_buffer(f"of_{str(dtype).removeprefix('torch.')}", numbers.to(dtype))
+        self.register_buffer("empty", torch.empty(0))
+        self.register_buffer("scalar", torch.tensor(1.5 + group.get_rank(), dtype=torch.float64))
+        self.register_buffer("transposed", (torch.arange(6.0) * (1 + group.get_rank())).reshape(2, 3).T)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def odd_buffers(fits: bool) -> list[Any]:
+    net = Odd()
+    model = hapi.Model(net).prepare(torch.optim.SGD(net.parameters(), lr=0.0), mean_output)
+    if fits:
+        model.fit(ramp(5), batch_size=1, verbose=0)
+    else:
+        model.evaluate(ramp(5), batch_size=1, verbose=0)
+    return [buffer.to(torch.complex128).tolist() for buffer in net.buffers()]
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_buffers_of_any_dtype_and_layout_are_rank_0_s(ranks, fits):
+    results = ranks(2).run(odd_buffers, fits)
+    assert same(results) == [buffer.to(torch.complex128).tolist() for buffer in Odd().buffers()]
+
+
 def seeded_apart() -> tuple[dict[str, list[float]], list[float]]:
     """The script has seeded each rank differently, and made its network after that."""
     hapi.seed(5 + group.get_rank())
