@@ -19,7 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from multiprocessing import reduction
 from typing import Any
 
 import numpy
@@ -31,7 +31,7 @@ from hapi.distributed import group
 TIMEOUT = 60.0
 """Seconds that a function may take, on a machine that may be busy."""
 
-_GRACE = 3.0
+_GRACE = 2.0
 _processes = multiprocessing.get_context("forkserver")
 
 
@@ -80,7 +80,7 @@ class Ranks:
         """End the processes; a later `run` starts new ones."""
         for member in self._members:
             member.close()
-            member.log.unlink(missing_ok=True)
+            member.forget()
         self._members = []
 
     def _start(self) -> None:
@@ -112,14 +112,12 @@ class _Member:
     def __init__(self, rank: int, world_size: int, port: int) -> None:
         self.rank = rank
         self.connection, theirs = _processes.Pipe()
-        descriptor, name = tempfile.mkstemp(prefix=f"rank{rank}of{world_size}.", suffix=".log")
-        os.close(descriptor)
-        self.log = Path(name)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `forget`
         environment = {
             "RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": "lo", "HAPI_TIMEOUT": str(TIMEOUT),
         }  # fmt: skip
-        self._process = _processes.Process(target=_serve, args=(theirs, environment, name))
+        self._process = _processes.Process(target=_serve, args=(theirs, environment, _Handed(self._log)))
         self._process.start()
         theirs.close()
 
@@ -138,7 +136,8 @@ class _Member:
 
     def report(self, outcome: tuple[bool, Any] | None) -> str:
         what = "it did not come back" if outcome is None else "it returned" if outcome[0] else outcome[1]
-        written = self.log.read_text(errors="replace")[-8000:]
+        self._log.seek(0)
+        written = self._log.read().decode(errors="replace")[-8000:]
         return f"--- rank {self.rank}: {what}\n{written}"
 
     def close(self) -> None:
@@ -152,16 +151,33 @@ class _Member:
             self._process.kill()
         self._process.join()
 
+    def forget(self) -> None:
+        """Let go of what it has written."""
+        self._log.close()
 
-def _serve(connection: multiprocessing.connection.Connection, environment: dict[str, str], log: str) -> None:
+
+class _Handed:
+    """An open file on its way into a new process, where it arrives as a descriptor."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __reduce__(self) -> Any:
+        return _received, (reduction.DupFd(self._file.fileno()),)
+
+
+def _received(descriptor: Any) -> int:
+    return descriptor.detach()
+
+
+def _serve(connection: multiprocessing.connection.Connection, environment: dict[str, str], log: int) -> None:
     """The life of one rank."""
     os.environ.update(environment)
     # A process of the fork server would start data workers through one of its own, which imports torch anew.
     multiprocessing.set_start_method("fork", force=True)
-    written = os.open(log, os.O_WRONLY | os.O_APPEND)
-    os.dup2(written, 1)
-    os.dup2(written, 2)
-    os.close(written)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
     faulthandler.enable()
     faulthandler.register(signal.SIGTERM, chain=True)
     torch.set_num_threads(1)
