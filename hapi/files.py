@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import errno
+import importlib
 import os
+import secrets
 import time
-import zipfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
+
+from hapi import archive
+
+try:
+    fcntl: Any = importlib.import_module("fcntl")
+except ImportError:  # Windows
+    fcntl = None
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
-_BASES: tuple[Any, ...] = (int, float, str, bytes)
+_EXACT: dict[type, Callable[[Any], Any]] = {
+    int: int.__int__,
+    float: float.__float__,
+    str: str.__str__,
+    bytes: lambda value: bytes(memoryview(value)),
+}
 _LARGEST_INT_BITS = 1000
+_DEEPEST = 100
 _LEFT_FOR_GOOD = 3600.0
-# The bit of a zip member's attributes.
-_IS_FOLDER = 0x10
+_LONGEST_WAIT = 30.0
 
 
 def write(path: Path, content: Any) -> None:
@@ -30,31 +45,77 @@ def write(path: Path, content: Any) -> None:
     Raises:
         OSError: The folder cannot be written, or the disk is full; the message names the path and the cause.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with draft(path, lambda temporary: save_object(content, temporary)) as new:
+        rename(new, path)
+
+
+def save_object(content: Any, path: Path) -> None:
+    """torch.save, with checksums whatever the script has set: without them `read` would refuse the file."""
+    chosen = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
+        with open(path, "wb") as file:
             torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _flush_folder(path.parent)
-    except BaseException as error:
+    finally:
+        torch.serialization.set_crc32_options(chosen)
+
+
+@contextmanager
+def draft(path: Path, write_to: Callable[[Path], None], suffix: str = "") -> Iterator[Path]:
+    """A new file, written beside `path` and flushed to the disk, to be renamed into place. What is not, goes.
+
+    Args:
+        path: Where it is to go; missing folders are made.
+        write_to: Writes it, to the path that it gets.
+        suffix: What the temporary name must end with.
+
+    Raises:
+        OSError: It cannot be written; the message names the path and the cause.
+    """
+    # Another run may write here at this moment, on another host with the same process id.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part{suffix}")
+    try:
+        with _explained(path):
+            _make_folder(path.parent)
+            write_to(temporary)
+            _flush(temporary)
+        yield temporary
+    finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        # torch reports a full disk as a RuntimeError of its zip writer.
-        if not isinstance(error, OSError) and "PytorchStreamWriter" not in str(error):
-            raise
-        raise OSError(
-            f"{path} could not be written ({error}); what was there before is untouched. "
-            "Check that the folder exists, may be written to and has space left, or save to another place."
-        ) from error
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename in one stroke, lastingly, over what is there."""
-    os.replace(source, target)
-    _flush_folder(target.parent)
+    """Rename in one stroke, lastingly, over what is there.
+
+    Raises:
+        OSError: It cannot be; the message names the path and the cause.
+    """
+    with _explained(target):
+        os.replace(source, target)
+        _flush_folder(target.parent)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """No other process is within this context for the same folder, where the file system has locks.
+
+    The lock is waited for half a minute at most: a process may hold it that was stopped for good.
+    """
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        locked = _lock(descriptor)
+        try:
+            yield
+        finally:
+            if locked:
+                # Not by closing: a data worker that was started meanwhile has the descriptor too.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
 
 
 def sweep(folder: Path) -> None:
@@ -62,7 +123,7 @@ def sweep(folder: Path) -> None:
 
     Another run may be writing here at this moment, even from another host.
     """
-    for leftover in folder.glob(".*.part"):
+    for leftover in folder.glob(".*.part*"):
         with contextlib.suppress(OSError):
             if time.time() - leftover.stat().st_mtime > _LEFT_FOR_GOOD:
                 leftover.unlink()
@@ -84,14 +145,32 @@ def read(path: Path) -> Any:
             "Give the path that was given to save, without .pt, and check the folder."
         )
     try:
-        _verify_archive(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with open(path, "rb") as file:
+            archive.verify(file)
+            file.seek(0)
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except PermissionError as error:
+        raise PermissionError(
+            f"{path} may not be read by this user ({error.strerror}), so nothing was loaded from it. "
+            "Change its permissions, or load another checkpoint."
+        ) from error
     except Exception as error:  # Damage shows as a dozen types; each means the same to the user.
         raise ValueError(
             f"{path} is not a whole checkpoint ({type(error).__name__}: {_first_line(error)}), so nothing was loaded "
             "from it. Load another checkpoint; if the file comes from elsewhere, save it anew with "
             "torch.save(network.state_dict(), path)."
         ) from error
+
+
+def peek(path: Path) -> Any:
+    """The same without reading the tensors: they stay on the disk, unverified, until they are looked at.
+
+    Raises:
+        Exception: It cannot be read; damage shows as a dozen types.
+    """
+    with open(path, "rb") as file:
+        archive.verify(file, contents=False)
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def why_not_writable(folder: Path) -> str | None:
@@ -105,7 +184,7 @@ def why_not_writable(folder: Path) -> str | None:
     return None if os.access(place, os.W_OK | os.X_OK) else f"{place} is read-only for this user"
 
 
-def as_plain(value: Any, where: str) -> Any:
+def as_plain(value: Any, where: str, depth: int = 0) -> Any:
     """The value made of what a safe load takes.
 
     NumPy's numbers and arrays become numbers and tensors; subclasses of plain types (enumerations, named tuples) keep
@@ -114,51 +193,111 @@ def as_plain(value: Any, where: str) -> Any:
     Args:
         value: Any nest of dicts, lists, tuples and sets.
         where: The key under which it is saved, for the message.
+        depth: How deep in the nest it is.
 
     Raises:
         TypeError: It holds something else, which would save now and be refused when loaded.
     """
+    if depth > _DEEPEST:
+        raise TypeError(
+            f"{where:.200}... lies more than {_DEEPEST} lists and dicts deep, or holds itself: it could not be "
+            "written. Keep what is saved flat."
+        )
     if isinstance(value, Mapping):
         items = {
-            as_plain(key, f"{where}: its key {key!r}"): as_plain(item, f"{where}[{key!r}]")
+            as_plain(key, f"{where}: its key {key!r}", depth + 1): as_plain(item, f"{where}[{key!r}]", depth + 1)
             for key, item in value.items()
         }
         # A scheduler's milestones are one, and it needs their methods.
         return Counter(items) if type(value) is Counter else items
     for container in (list, tuple, set):
         if isinstance(value, container) and not isinstance(value, torch.Size):
-            return container(as_plain(item, f"{where}[{n}]") for n, item in enumerate(value))
-    if type(value).__module__ == "numpy":
-        return value.item() if getattr(value, "ndim", None) == 0 else torch.as_tensor(value)
+            return container(as_plain(item, f"{where}[{n}]", depth + 1) for n, item in enumerate(value))
     if isinstance(value, torch.Tensor):
-        return value if type(value) in (torch.Tensor, torch.nn.Parameter) else value.as_subclass(torch.Tensor)
-    if type(value) in _PLAIN and not (isinstance(value, int) and value.bit_length() > _LARGEST_INT_BITS):
-        return value
-    for base in _BASES:
-        if isinstance(value, base) and type(value) is not base:
-            return base(value)
+        return _plain_tensor(value, where)
+    return _plain_value(value, where)
+
+
+def _plain_tensor(value: torch.Tensor, where: str) -> torch.Tensor:
+    if is_lazy(value) or value.is_meta:
+        raise TypeError(
+            f"{where} has no values yet, so there is nothing to save. "
+            "Let the network see a batch first (lazy layers), or put it on a device (meta tensors)."
+        )
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return value.as_subclass(torch.Tensor)
+    # Attributes that someone has hung on it would be saved with it, and be refused.
+    return value.detach() if vars(value) else value
+
+
+def _plain_value(value: Any, where: str) -> Any:
+    plain = value
+    if any(base.__module__ == "numpy" for base in type(value).__mro__):
+        plain = _without_numpy(value)
+    elif type(value) not in _PLAIN:
+        # Not by calling the class: an enumeration's str() is its name.
+        plain = next((exact(value) for base, exact in _EXACT.items() if isinstance(value, base)), value)
+    too_large = isinstance(plain, int) and plain.bit_length() > _LARGEST_INT_BITS
+    if type(plain) in (*_PLAIN, torch.Tensor) and not too_large:
+        return plain
     raise TypeError(
         f"{where} is of type {type(value).__name__}, which a safe load refuses: the file could be written, and never "
         "read. Keep only numbers, text, tensors, and lists and dicts of them in what is saved."
     )
 
 
-def _verify_archive(path: Path) -> None:
-    size = path.stat().st_size
-    with zipfile.ZipFile(path) as archive:
-        members = archive.infolist()
-        if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-            raise ValueError("it has compressed members, which torch does not write")
-        if any(member.is_dir() or member.external_attr & _IS_FOLDER for member in members):
-            # For such a member torch hands out memory that was never written.
-            raise ValueError("a member is marked as a folder, which torch does not write")
-        if len({member.filename for member in members}) < len(members):
-            raise ValueError("two of its members have the same name")
-        if math.fsum(member.file_size for member in members) > size:
-            raise ValueError("its members claim to be larger than the file")
-        broken = archive.testzip()
-        if broken is not None:
-            raise ValueError(f"the checksum of its part {broken!r} is wrong")
+def _without_numpy(value: Any) -> Any:
+    """A number for a number, a tensor for an array; the value itself if neither can be."""
+    if not hasattr(value, "astype"):
+        return value
+    if value.ndim == 0:
+        return value.item()
+    try:
+        return torch.tensor(value.astype(value.dtype.newbyteorder("="), order="C"))
+    except TypeError:  # of objects, texts or dates
+        return value
+
+
+def _make_folder(folder: Path) -> None:
+    missing = [place for place in (folder, *folder.absolute().parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        _flush_folder(made.absolute().parent)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        # torch reports a full disk as a RuntimeError of its zip writer.
+        if not isinstance(error, OSError) and "PytorchStreamWriter" not in str(error):
+            raise
+        raise OSError(
+            f"{path} could not be written ({_first_line(error)}); what was there before is untouched. "
+            "Check that the folder exists, may be written to and has space left, or save to another place."
+        ) from error
+
+
+def _lock(descriptor: int) -> bool:
+    give_up = time.monotonic() + _LONGEST_WAIT
+    while time.monotonic() < give_up:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(0.01)
+        except OSError:  # a file system without locks
+            return False
+    return False
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _flush_folder(folder: Path) -> None:
@@ -167,6 +306,10 @@ def _flush_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems flush no folders.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 

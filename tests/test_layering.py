@@ -19,11 +19,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("hapi.setup", "hapi.agreement", "hapi.predictions"),
     ("hapi.step", "hapi.data", "hapi.callbacks"),
     ("hapi.metrics", "hapi.checkpoint", "hapi.objective", "hapi.precision", "hapi.scheduling"),
-    ("hapi.optimizers", "hapi.arguments"),
+    ("hapi.optimizers", "hapi.arguments", "hapi.tensorfile"),
     ("hapi.checks", "hapi.files", "hapi.modes", "hapi.datasets"),
     ("hapi.batch", "hapi.distributed"),
     ("hapi.data.order",),  # arithmetic that DistributedBatchSampler shares with the feeds
-    ("hapi.device", "hapi.rng"),
+    ("hapi.device", "hapi.rng", "hapi.archive"),
     ("hapi.distributed.launchers", "hapi._version"),
     ("hapi.distributed.leftovers",),
     ("hapi.distributed.environment",),
