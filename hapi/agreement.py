@@ -63,8 +63,9 @@ class Agreement:
         """
         if step < 0:
             raise ValueError(
-                f"train_data gave no batch in epoch {epoch + 1}: it is empty, or it can be iterated only once. "
-                "Pass data with at least one sample, whose __iter__ starts anew each time."
+                f"train_data gave no batch in epoch {epoch + 1}: it is empty, it can be iterated only once, or "
+                "drop_last=True leaves nothing of the parts in which it is read. Pass data with at least one sample, "
+                "whose __iter__ starts anew each time, or leave drop_last out."
             )
         ago = tally.take_nonfinite() if self._watches_loss else None
         stop, bad, most = group.reduce_max([float(self._model.stop_training), float(ago is not None), float(ago or 0)])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
+from collections.abc import Iterator, Mapping
+from functools import reduce
 from typing import Any
 
 import torch
 
-from hapi.batch import leaves, map_tensors
+from hapi.batch import map_tensors
 from hapi.distributed import group
 
 Positioned = tuple[int | torch.Tensor, int, Any]
@@ -27,26 +30,56 @@ def stacked(parts: list[Positioned], ordered: bool) -> Any:
     """All rows stacked, in the network's own output structure; in the same order as `in_batches`.
 
     Raises:
-        ValueError: Rows differ in shape, or an output has no row for each sample.
+        ValueError: Outputs differ in structure, rows in shape, or an output has no row for each sample.
     """
     problem = _why_not_stackable(parts)
-    local = None
-    if problem is None and parts:
-        columns = list(zip(*(list(leaves(outputs)) for _, _, outputs in parts), strict=True))
-        local = [torch.cat(column) for column in columns]
-    shapes = None if local is None else [(tuple(column.shape[1:]), column.dtype) for column in local]
-    structure = parts[0][2] if parts else None
-    template = map_tensors(lambda tensor: tensor[:0], structure) if local is not None else None
-    ranks = group.gather_objects((problem, shapes, template, _row_keys(parts), ordered))
-    _refuse_unequal(ranks)
+    own = _without_rows([outputs for *_, outputs in parts]) if parts and problem is None else None
+    ranks = group.gather_objects((problem, own, _row_keys(parts), ordered))
+    templates = [template for _, template, *_ in ranks if template is not None]
+    _refuse_unequal([problem for problem, *_ in ranks], templates)
     keys = torch.cat([keys for *_, keys, _ in ranks])
     order = torch.argsort(keys, stable=True) if _agreed_order([ordered for *_, ordered in ranks]) else None
-    template = next(template for _, shapes, template, *_ in ranks if shapes is not None)
-    if local is None:
-        local = [leaf.clone() for leaf in leaves(template)]
     counts = [len(keys) for *_, keys, _ in ranks]
-    whole = iter([_joined(column, counts, order) for column in local])
-    return map_tensors(lambda _: next(whole), template)
+    columns = _columns([outputs for *_, outputs in parts], templates)
+    whole = iter([_joined(column, counts, order) for column in columns])
+    return map_tensors(lambda _: next(whole), templates[0])
+
+
+def _without_rows(outputs: list[Any]) -> Any:
+    """The first batch's structure, with a tensor of no rows for each of its own, of a dtype that holds all batches'."""
+    named = [dict(_named(entry)) for entry in outputs]
+    dtypes = iter([_common_dtype([entry[path] for entry in named]) for path in named[0]])
+    return map_tensors(lambda tensor: tensor.new_empty((0, *tensor.shape[1:]), dtype=next(dtypes)), outputs[0])
+
+
+def _columns(outputs: list[Any], templates: list[Any]) -> list[torch.Tensor]:
+    """This rank's rows, a tensor for each of the first template's, in its order, of a dtype that holds all ranks'."""
+    alike = [dict(_named(template)) for template in templates]
+    named = [dict(_named(entry)) for entry in outputs]
+    columns = []
+    for path, empty in alike[0].items():
+        dtype = _common_dtype([template[path] for template in alike])
+        columns.append(torch.cat([empty.to(dtype), *(entry[path] for entry in named)]))
+    return columns
+
+
+def _common_dtype(tensors: list[torch.Tensor]) -> torch.dtype:
+    return reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+
+
+def _named(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """The tensors of a nest in `map_tensors`' order, each with its place in it: keys may come in another order."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _named(item, (*path, key))
+    elif isinstance(value, tuple | list):
+        for number, item in enumerate(value):
+            yield from _named(item, (*path, number))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _named(getattr(value, field.name), (*path, field.name))
 
 
 def _agreed_order(ranks: list[bool]) -> bool:
@@ -78,26 +111,40 @@ def _row_keys(parts: list[Positioned]) -> torch.Tensor:
 
 
 def _why_not_stackable(parts: list[Positioned]) -> str | None:
-    first: list[tuple[int, ...]] | None = None
+    first: dict[tuple[Any, ...], tuple[int, ...]] | None = None
     for _, size, outputs in parts:
-        tensors = list(leaves(outputs))
+        tensors = dict(_named(outputs))
         if not tensors:
             return f"The network gave {type(outputs).__name__} without any tensor"
-        for tensor in tensors:
+        for tensor in tensors.values():
             if tensor.dim() == 0 or len(tensor) != size:
                 return f"The network gave an output of shape {tuple(tensor.shape)} for {size} samples, not one row each"
-        shapes = [tuple(tensor.shape[1:]) for tensor in tensors]
+        shapes = {path: tuple(tensor.shape[1:]) for path, tensor in tensors.items()}
         if first is not None and shapes != first:
-            return f"Rows differ in shape between batches ({first} and {shapes})"
+            return _difference(first, shapes, "batches")
         first = shapes
     return None
 
 
-def _refuse_unequal(ranks: list[Any]) -> None:
-    problem = next((problem for problem, *_ in ranks if problem is not None), None)
-    shapes = [shapes for _, shapes, *_ in ranks if shapes is not None]
-    if problem is None and any(other != shapes[0] for other in shapes):
-        problem = f"Rows differ in shape between processes ({shapes[0]} and others)"
+def _difference(one: dict[tuple[Any, ...], Any], other: dict[tuple[Any, ...], Any], between: str) -> str:
+    if one.keys() != other.keys():
+        shown = [", ".join(map(_place, shapes)) for shapes in (one, other)]
+        return f"The outputs differ in structure between {between} ({shown[0]} and {shown[1]})"
+    path = next(path for path in one if one[path] != other[path])
+    where = f" of {_place(path)}" if path else ""
+    return f"Rows differ in shape between {between} ({one[path]} and {other[path]}{where})"
+
+
+def _place(path: tuple[Any, ...]) -> str:
+    return "outputs" + "".join(f"[{key!r}]" for key in path)
+
+
+def _refuse_unequal(problems: list[str | None], templates: list[Any]) -> None:
+    problem = next((problem for problem in problems if problem is not None), None)
+    if problem is None:
+        shapes = [{path: tuple(t.shape[1:]) for path, t in _named(template)} for template in templates]
+        unequal = next((other for other in shapes if other != shapes[0]), None)
+        problem = _difference(shapes[0], unequal, "processes") if unequal is not None else None
     if problem is not None:
         raise ValueError(
             f"{problem}, so the predictions cannot be stacked. Pass stack_outputs=False for a list with one entry per "

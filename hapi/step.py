@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from hapi import checks
-from hapi.batch import Inputs, call_network, map_tensors
+from hapi.batch import Inputs, call_network, leaves, map_tensors
 from hapi.distributed import group
 from hapi.distributed.parallel import GradientExchange, Replica
 from hapi.objective import Loss, Objective, as_loss
@@ -94,6 +94,8 @@ class Stepper:
         self._last_rate: float | torch.Tensor = 0.0
         self._form: _Form | None = None
         self._divides = False
+        self._meets_in_forward = False
+        self._without_samples: Inputs | None = None
         self.window_open = False
         """Whether gradients lie there that no update has taken yet."""
         self.exchange = GradientExchange(
@@ -114,6 +116,8 @@ class Stepper:
             form: What `form` gave in the process that a resumed run goes on from, else None.
         """
         self._form = None if form is None else _Form(*form)
+        synced = any(isinstance(module, nn.SyncBatchNorm) for module in self.network.modules())
+        self._meets_in_forward, self._without_samples = synced and self._world_size > 1, None
         self.exchange.begin()
         self._parameters = list(self.exchange.replica.parameters())
         self.clear()
@@ -144,6 +148,8 @@ class Stepper:
         """
         if not self.window_open:
             self.exchange.begin_window()
+        if self._meets_in_forward and self._without_samples is None:
+            self._agree_on_empty_inputs(inputs)
         outcome = None
         with self.exchange.accumulating(last):
             if inputs is not None:
@@ -151,14 +157,34 @@ class Stepper:
                 self._agree_on_form(outcome, window_total)
                 self._backpropagate(value, carried, outcome, size, window_total)
             else:
-                # Each rank's first pass of a window exchanges buffers: all ranks make it, and in this order.
-                self.exchange.forward()
-                self._agree_on_form(None, window_total)
+                self._pass_without_samples(window_total)
         self.window_open = True
         self._divides |= window_total is None or (self._form is not None and self._form.counted)
         if last:
             self.exchange.complete()
         return outcome
+
+    def _pass_without_samples(self, window_total: int | None) -> None:
+        if self.prepared.scaler is not None:
+            # It makes its scale when it first scales something.
+            self.prepared.scaler.scale(torch.zeros((), device=self.device))
+        # Each rank's first pass of a window exchanges buffers: all ranks make it, and in this order.
+        if not self._meets_in_forward:
+            self.exchange.forward()
+            self._agree_on_form(None, window_total)
+            return
+        # SyncBatchNorm waits for every rank, forward and backward.
+        nothing = self.exchange.forward(self._without_samples, None, 0, window_total)
+        self._agree_on_form(None, window_total)
+        if nothing.requires_grad:
+            nothing.backward()
+
+    def _agree_on_empty_inputs(self, inputs: Inputs | None) -> None:
+        """Before the first forward of a fit: inputs without samples, for ranks that have had none yet too."""
+        own = None if inputs is None else map_tensors(_without_rows, inputs)
+        ranks = group.gather_objects(own)
+        empty = next(entry for entry in ranks if entry is not None)
+        self._without_samples = map_tensors(lambda tensor: tensor.to(self.device), empty)
 
     def _backpropagate(
         self, value: torch.Tensor, carried: torch.Tensor | None, outcome: Outcome, size: int, window_total: int | None
@@ -262,11 +288,11 @@ class Stepper:
         tensors = [*(p.data for p in replica.parameters())] if parameters else []
         group.broadcast_tensors([*tensors, *replica.buffers()])
 
-    def _compute(
-        self, inputs: Inputs, labels: Any, size: int, window_total: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, Outcome]:
-        """The forward pass of training, inside DDP's."""
+    def _compute(self, inputs: Inputs, labels: Any, size: int, window_total: int | None) -> Any:
+        """The forward pass of training, inside DDP's: what `_backpropagate` takes; without samples a zero."""
         with self.prepared.precision.autocast(self.device):
+            if size == 0 and self._meets_in_forward:
+                return _zero_of(call_network(self.network, inputs))
             value, outputs = _pair(self._train_step(inputs, labels), "train_step")
             loss = self._as_loss(value)
         outcome = _outcome(loss, size, outputs)
@@ -323,6 +349,16 @@ def _outcome(loss: Loss, size: int, outputs: Any) -> Outcome:
     if loss.weight is None:
         return Outcome(value, size, outputs)
     return Outcome(value / _nonzero(loss.weight), loss.weight, outputs)
+
+
+def _without_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor[:0] if tensor.dim() else tensor).detach().cpu()
+
+
+def _zero_of(outputs: Any) -> torch.Tensor:
+    """Zero, with the graph of outputs without samples behind it."""
+    parts = [leaf.sum() for leaf in leaves(outputs) if leaf.is_floating_point()]
+    return torch.stack(parts).sum() * 0 if parts else torch.zeros(())
 
 
 def _nonzero(count: torch.Tensor) -> torch.Tensor:

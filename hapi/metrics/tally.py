@@ -73,7 +73,7 @@ class Tally:
         return logs
 
     def reduced(self) -> dict[str, float]:
-        """The values over all ranks, the same floats on each. To be called on all ranks: one collective.
+        """The values over all ranks, the same floats on each. To be called on all ranks.
 
         Values of which no rank has any data are left out.
         """
@@ -88,7 +88,8 @@ class Tally:
             for index, metric in enumerate(merged):
                 metric.merge([rank["metrics"][index] for rank in ranks])
             add_values(values, merged)
-        return logs | {name: float(value) for name, value in values.items()}
+        # What a metric computes may be drawn by chance, or named after the rank: rank 0's holds.
+        return group.broadcast_object(logs | {name: float(value) for name, value in values.items()})
 
     def take_nonfinite(self) -> int | None:
         """Whether a loss since the last call was infinite or NaN. Reads them once, together.

@@ -83,16 +83,19 @@ class Case:
         return self.batch if self.divided else self.batch * self.world
 
 
-def draw(seed: int, number: int) -> Case:
+def draw(seed: int, number: int, world: int | None = None) -> Case:
     """The case of this number; kinds and world sizes come in turn, edges more often than by chance."""
     rng = random.Random(f"{seed}/{number}")
-    kind, world = KINDS[number % len(KINDS)], (2, 3, 4, 2)[number // len(KINDS) % 4]
+    kind = KINDS[number % len(KINDS)]
+    world = world or (2, 3, 4, 2)[number // len(KINDS) % 4]
     if kind in SLOW_KINDS and rng.random() < 0.6:
         kind = rng.choice([kind for kind in KINDS if kind not in SLOW_KINDS])
     samples = rng.choice((rng.randint(1, 5), rng.randint(1, 40), rng.randint(1, 40)))
     divided = kind in MAP_STYLE and rng.random() < 0.5
     batch = rng.randint(1, 14 if divided else 7)
-    whole = batch if divided or kind not in MAP_STYLE else batch * world
+    workers = rng.choice((1, 2)) if kind in SLOW_KINDS else 0
+    # What shards itself is read in so many parts, and drop_last leaves out the end of each.
+    parts = world * max(1, workers) if kind in STREAMS else world if kind in MAP_STYLE and not divided else 1
     return Case(
         number=number,
         world=world,
@@ -102,12 +105,12 @@ def draw(seed: int, number: int) -> Case:
         batch=batch,
         divided=divided,
         accumulate=rng.choice((1, 1, 2, 3)),
-        drop_last=rng.random() < 0.25 and samples >= 2 * whole,
+        drop_last=rng.random() < 0.25 and samples >= 2 * batch * parts,
         shuffle=rng.random() < 0.7,
         epochs=rng.choice((1, 2)),
         num_iters=rng.choice((None, None, rng.randint(1, 8))),
         clip=rng.choice((None, None, 0.1)),
-        workers=rng.choice((1, 2)) if kind in SLOW_KINDS else 0,
+        workers=workers,
     )
 
 

@@ -5,25 +5,47 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
+from collections.abc import Callable
 
 import drawn_cases as drawn
 import pytest
 import torch
 from drawn_cases import LOADERS, MAP_STYLE, STREAMS, Case, Result
-from ranks import alone
+from ranks import Ranks, alone
 
 SEED = int(os.environ.get("HAPI_TEST_SEED", "1"))
 CASES = int(os.environ.get("HAPI_TEST_CASES", "520"))
 PER_TEST = 40
+MORE_RANKS = range(5, 9)
+"""World sizes of which there are a few cases each: as many processes have to be started."""
 
 close = pytest.approx
 
 
 @pytest.mark.parametrize("first", range(0, CASES, PER_TEST))
 def test_drawn_cases(ranks, first):
+    check_all(ranks, [drawn.draw(SEED, number) for number in range(first, min(CASES, first + PER_TEST))])
+
+
+@pytest.mark.parametrize("world", MORE_RANKS)
+def test_drawn_cases_of_more_ranks(world):
+    pool = Ranks(world)
+    try:
+        check_all(lambda _: pool, of_more_ranks(world))
+    finally:
+        pool.close()
+
+
+def of_more_ranks(world: int) -> list[Case]:
+    """Their numbers go on after the others'; together every kind of data comes in turn."""
+    each = max(1, CASES // 60)
+    first = CASES + each * MORE_RANKS.index(world)
+    return [drawn.draw(SEED, number, world) for number in range(first, first + each)]
+
+
+def check_all(ranks: Callable[[int], Ranks], cases: list[Case]) -> None:
     failures = []
-    for number in range(first, min(CASES, first + PER_TEST)):
-        case = drawn.draw(SEED, number)
+    for case in cases:
         try:
             check(case, ranks(case.world).run(drawn.run, case))
         except AssertionError as failure:
@@ -38,6 +60,10 @@ def test_every_kind_and_loss_is_drawn_at_every_world_size():
     assert all(any(kinds[kind, world] for world in (2, 3, 4)) for kind in drawn.SLOW_KINDS)
     assert {case.loss for case in cases} == set(drawn.LOSSES)
     assert any(case.samples < case.world for case in cases)
+    more = [case for world in MORE_RANKS for case in of_more_ranks(world)]
+    assert {case.world for case in more} == {5, 6, 7, 8}
+    assert {case.kind for case in more} >= {*drawn.KINDS} - {*drawn.SLOW_KINDS}
+    assert any(case.samples < case.world for case in more)
 
 
 def check(case: Case, results: list[Result]) -> None:

@@ -1,0 +1,139 @@
+"""Data sets that differ between ranks, found before the first step: repaired where that is safe, else refused."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from closed_form import Ramp, prepared, ramp
+from ranks import same
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, random_split
+
+from hapi.distributed import group
+
+
+def rows(n: int = 8, change: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same on all ranks, but for one number of one row on the last."""
+    x, y = ramp(n)
+    if change and group.get_rank() == group.get_world_size() - 1:
+        x[n // 2] += 1e-6
+    return x, y
+
+
+def last(value: Any, other: Any) -> Any:
+    """Another value on the last rank."""
+    return other if group.get_rank() == group.get_world_size() - 1 else value
+
+
+def shuffled(n: int = 8) -> torch.Tensor:
+    """A permutation of its own on each rank: the script seeded nothing."""
+    return torch.randperm(n)
+
+
+DIFFERENT: dict[str, Callable[[], Any]] = {
+    "a number": lambda: rows(change=True),
+    "a number of an array": lambda: tuple(part.numpy() for part in rows(change=True)),
+    "a number in a dict": lambda: dict(zip("xy", rows(change=True), strict=True)),
+    "a number of a tensor data set": lambda: TensorDataset(*rows(change=True)),
+    "a number in a loader": lambda: DataLoader(TensorDataset(*rows(change=True)), batch_size=2),
+    "the order": lambda: tuple(part[torch.arange(8).roll(group.get_rank())] for part in rows()),
+    "the dtype": lambda: (rows()[0].to(last(torch.float32, torch.float64)), rows()[1]),
+    "the shape": lambda: (rows()[0].reshape(last((8, 1), (8, 1, 1))), rows()[1]),
+    "the length": lambda: rows(last(8, 7)),
+    "the length of a data set": lambda: Ramp(last(8, 9)),
+    "the class": lambda: last(Ramp(8), TensorDataset(*rows())),
+    "the length of subsets": lambda: Subset(Ramp(8), range(last(4, 5))),
+    "what subsets are of": lambda: Subset(TensorDataset(*rows(change=True)), [1, 2, 3]),
+    "the number of columns": lambda: last(rows(), (*rows(), rows()[1])),
+}
+
+
+def refuse(kind: str, call: str) -> str:
+    model = prepared()
+    data = DIFFERENT[kind]()
+    try:
+        if call == "fit":
+            model.fit(data, verbose=0)
+        elif call == "fit's evaluation":
+            model.fit(rows(), data, verbose=0)
+        else:
+            getattr(model, call)(data, verbose=0)
+    except ValueError as error:
+        assert model.steps_trained == 0
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_data_that_differs_is_refused_before_the_first_step_on_all_ranks(ranks, kind):
+    text = same(ranks(3).run(refuse, kind, "fit"))
+    assert "train_data differs between the processes" in text
+    assert "hapi.seed(0)" in text
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict", "fit's evaluation"])
+def test_every_call_looks(ranks, call):
+    assert "differs between the processes" in same(ranks(2).run(refuse, "a number", call))
+
+
+SUBSETS: dict[str, Callable[[], Any]] = {
+    "random_split": lambda: random_split(Ramp(12), [8, 4])[0],
+    "subset of tensors": lambda: Subset(TensorDataset(*rows(12)), shuffled(12)[:8].tolist()),
+    "indices as a tensor": lambda: Subset(Ramp(12), shuffled(12)[:8]),
+    "indices as an array": lambda: Subset(Ramp(12), numpy.random.permutation(12)[:8]),
+    "nested": lambda: Subset(Subset(Ramp(16), shuffled(16)[:12].tolist()), shuffled(12)[:8].tolist()),
+    "in a loader": lambda: DataLoader(random_split(Ramp(12), [8, 4])[0], batch_size=3, shuffle=True),
+}
+
+
+def repair(kind: str) -> tuple[list[int], int, int, list[float]]:
+    """What this rank trains on, what rank 0 holds, how often it was said, and predictions in the data set's order."""
+    data = SUBSETS[kind]()
+    dataset = data.dataset if isinstance(data, DataLoader) else data
+    own = [int(dataset[row][0]) for row in range(len(dataset))]
+    model = prepared()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        options = {} if isinstance(data, DataLoader) else {"batch_size": 3}
+        model.fit(data, verbose=0, **options)
+        unshuffled = prepared().predict(dataset, batch_size=3, verbose=0).flatten().tolist()
+    said = sum("different Subsets" in str(warning.message) for warning in caught)
+    return [int(value) for value in model.network.seen], own, said, unshuffled
+
+
+@pytest.mark.parametrize("kind", SUBSETS)
+def test_subsets_that_differ_become_rank_0_s_with_a_warning(ranks, kind):
+    results = ranks(2).run(repair, kind)
+    (seen, own, said, predicted), (other_seen, other_own, *_) = results
+    assert own != other_own
+    assert sorted(seen + other_seen) == sorted(own)
+    assert same([result[3] for result in results]) == predicted == own
+    assert said == 2
+
+
+ALIKE: dict[str, Callable[[], Any]] = {
+    "columns": lambda: rows(),
+    "not contiguous": lambda: (rows(16)[0][::2], rows(16)[1].reshape(2, 8).T[:, :1]),
+    "subset": lambda: Subset(Ramp(12), list(range(8))),
+    "several": lambda: ConcatDataset([Ramp(3), Ramp(5)]),
+    "half precision": lambda: TensorDataset(rows()[0], rows()[1].bfloat16()),
+    "no element": lambda: (rows()[0], torch.empty(8, 0)),
+    "complex labels": lambda: (rows()[0], torch.complex(*rows())),
+}
+
+
+def accept(kind: str) -> tuple[int, int]:
+    model = prepared()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(ALIKE[kind](), batch_size=2, verbose=0)
+    return len(model.network.seen), len(caught)
+
+
+@pytest.mark.parametrize("kind", ALIKE)
+def test_data_that_is_alike_passes_without_a_word(ranks, kind):
+    assert same(ranks(2).run(accept, kind)) == (4, 0)
