@@ -30,6 +30,7 @@ _INTERVAL = 0.1
 LOST_AFTER = 8.0
 _REPORTS_WITHIN = 8.0
 _GOODBYE_WITHIN = 10.0
+_ENDS_WITHIN = 0.5
 
 
 class Lost(Exception):
@@ -64,8 +65,18 @@ class Channel:
         """The round of this host's workers in which another host taking part was lost."""
         self._round = -1
         self._store: Any = None
-        for work in (self._work, self._watch_the_work):
-            threading.Thread(target=work, name=f"hapi-channel{work.__name__}", daemon=True).start()
+        works = (self._work, self._watch_the_work)
+        self._threads = [
+            threading.Thread(target=work, name=f"hapi-channel{work.__name__}", daemon=True) for work in works
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @staticmethod
+    def _begin(work: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=work, name=f"hapi-channel{work.__name__}", daemon=True)
+        thread.start()
+        return thread
 
     # What the main thread asks for
 
@@ -119,6 +130,18 @@ class Channel:
             self._until(lambda: key not in self._outbox, _GOODBYE_WITHIN / 2)
         self._closed.set()
 
+    def has_ended(self) -> bool:
+        """Whether nothing of this works any more; false where the thread is caught in an operation on the store.
+
+        A process with such a thread must not end as Python ends: the thread would be torn out of torch's C++, which
+        aborts the process then.
+        """
+        self._closed.set()
+        self._ready.set()
+        for thread in self._threads:
+            thread.join(_ENDS_WITHIN)
+        return not any(thread.is_alive() for thread in self._threads)
+
     def _until(self, condition: Callable[[], bool], limit: float) -> None:
         until = time.monotonic() + limit
         while not condition() and not self.is_lost and not self._job.hurry and time.monotonic() < until:
@@ -132,7 +155,7 @@ class Channel:
             while not self._closed.is_set():
                 self._turn()
                 self._alive = time.monotonic()
-                time.sleep(_INTERVAL)
+                self._closed.wait(_INTERVAL)
         except Lost as problem:
             self._problem = str(problem)
         except Exception as error:

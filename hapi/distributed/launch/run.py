@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 import uuid
 
@@ -38,10 +39,16 @@ def run(options: Options) -> int:
     hosts = find_hosts(options)
     logs = WorkerLogs(options.log_dir, _environment(placement))
     _quieten_torch()
+    current = _Run(options, placement, hosts, logs)
     try:
-        return _Run(options, placement, hosts, logs).go()
+        code = current.go()
     finally:
         logs.close()
+    if current.channel is not None and not current.channel.has_ended():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 class _Run:
