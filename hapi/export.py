@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from hapi import modes
+from hapi import files, modes
 from hapi.batch import Inputs, leaves, map_tensors
 
 
@@ -39,7 +38,6 @@ def export(network: nn.Module, path: str | Path, inputs: Inputs | None) -> None:
         )
     inputs = _two_rows(inputs, next((p.device for p in network.parameters()), torch.device("cpu")))
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
-    target.parent.mkdir(parents=True, exist_ok=True)
     with modes.evaluating(network), torch.no_grad():
         write = _write_onnx if target.suffix == ".onnx" else _write_program
         write(network, target, args, kwargs)
@@ -47,9 +45,13 @@ def export(network: nn.Module, path: str | Path, inputs: Inputs | None) -> None:
 
 def _write_program(network: nn.Module, target: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     program = torch.export.export(network, args, kwargs, dynamic_shapes=_free_batch(args, kwargs))
-    temporary = target.with_name(f".{target.stem}.{os.getpid()}.pt2")
-    torch.export.save(program, temporary)
-    os.replace(temporary, target)
+
+    def write_to(place: Path) -> None:
+        with files.opened(place) as file:
+            torch.export.save(program, file)
+
+    with files.draft(target, write_to) as new:
+        files.rename(new, target)
 
 
 def _write_onnx(network: nn.Module, target: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -59,12 +61,12 @@ def _write_onnx(network: nn.Module, target: Path, args: tuple[Any, ...], kwargs:
             f"export to {target.name} needs {' and '.join(missing)}, which is not installed. "
             'Run `pip install "torch-hapi[onnx]"`, or export to a .pt2 file.'
         )
-    temporary = target.with_name(f".{target.stem}.{os.getpid()}.onnx")
-    torch.onnx.export(
-        network, args, temporary, kwargs=kwargs, dynamo=True, dynamic_shapes=_free_batch(args, kwargs),
-        external_data=False, verbose=False,
-    )  # fmt: skip
-    os.replace(temporary, target)
+    program = torch.onnx.export(
+        network, args, kwargs=kwargs, dynamo=True, dynamic_shapes=_free_batch(args, kwargs), verbose=False
+    )
+    assert program is not None  # as it is where no path is given
+    with files.draft(target, lambda place: program.save(place, external_data=False), ".onnx") as new:
+        files.rename(new, target)
 
 
 def _free_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
+import io
 import os
 import secrets
 import time
@@ -54,10 +55,50 @@ def save_object(content: Any, path: Path) -> None:
     chosen = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)
     try:
-        with open(path, "wb") as file:
+        with opened(path) as file:
             torch.save(content, file)
     finally:
         torch.serialization.set_crc32_options(chosen)
+
+
+class _Sink:
+    """A file whose errors come out at its end.
+
+    An error within torch's writer would be hidden behind another one of its own, and may end the process when the
+    writer is collected.
+    """
+
+    def __init__(self, file: io.RawIOBase) -> None:
+        self.file: Any = file
+        self.error: BaseException | None = None
+
+    def write(self, data: Any) -> int:
+        """Write, unless an earlier write has failed."""
+        rest = memoryview(data).cast("B")
+        while len(rest) and self.error is None:
+            try:
+                rest = rest[self.file.write(rest) :]
+            except BaseException as error:
+                self.error = error
+        return len(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A new file that torch may write to.
+
+    Raises:
+        OSError: It could not be written.
+    """
+    # Unbuffered: a buffer would try again to write what did not fit when it is closed.
+    with open(path, "wb", buffering=0) as file:
+        sink = _Sink(file)
+        yield sink
+        if sink.error is not None:
+            raise sink.error
 
 
 @contextmanager
@@ -97,17 +138,21 @@ def rename(source: Path, target: Path) -> None:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def alone(folder: Path, reading: bool = False) -> Iterator[None]:
     """No other process is within this context for the same folder, where the file system has locks.
 
     The lock is waited for half a minute at most: a process may hold it that was stopped for good.
+
+    Args:
+        folder: One that is there.
+        reading: Others that read may be within it.
     """
     if fcntl is None:
         yield
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        locked = _lock(descriptor)
+        locked = _lock(descriptor, fcntl.LOCK_SH if reading else fcntl.LOCK_EX)
         try:
             yield
         finally:
@@ -279,11 +324,11 @@ def _explained(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _lock(descriptor: int) -> bool:
+def _lock(descriptor: int, kind: int) -> bool:
     give_up = time.monotonic() + _LONGEST_WAIT
     while time.monotonic() < give_up:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             time.sleep(0.01)
