@@ -1,6 +1,7 @@
 # make demo     train on the Fashion-MNIST sample that the package ships: bar, accuracy, checkpoint
 # make test     the tests;  make test ARGS="-k summary"  some of them
-# make test-launchers   hapirun on two hosts, made of network namespaces (root, iproute2)
+# make test-launchers   the MNIST example under every launcher, installed for that (Debian and root for some of them;
+#                       HAPI_DATA_HOME; 8 minutes). HAPI_LAUNCHERS_OPTIONAL=1: what cannot be installed is left out
 # make lint     ruff and mypy
 # make bench    the benchmarks of the README (full MNIST; several minutes)
 # make clean    removes what these commands have made, .venv included
@@ -29,6 +30,7 @@ test: install
 
 test-launchers: needs := pytest
 test-launchers: install
+	$(python) tests/real_launchers/install.py
 	$(python) -m pytest -m launchers $(ARGS)
 
 lint: needs := ruff mypy
@@ -41,7 +43,7 @@ bench: install
 	$(python) benchmarks/bench_fit.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info checkpoints .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .launchers build dist *.egg-info checkpoints .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ifdef PYTHON

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 _processes = multiprocessing.get_context("forkserver")
-PATIENCE = 90.0
+PATIENCE = 180.0
 
 
 class Launch:
@@ -55,9 +55,16 @@ class Launch:
         os.kill(self.pid, number)
 
     def until(self, name, timeout=PATIENCE):
-        """Wait for a file that the script makes; its text."""
+        """Wait for a file that the script makes; its text. A launcher that ends without it is not waited for."""
         path = self.folder / name
-        return eventually(lambda: path.exists() and path.read_text(), timeout, f"{name}\n{self.err}")
+
+        def there():
+            running = self._process.exitcode is None
+            text = path.read_text() if path.exists() else ""
+            assert text or running, f"the launcher has ended ({self._process.exitcode}) without {name}\n{self.err}"
+            return text
+
+        return eventually(there, timeout, lambda: f"{name}\n{self.err}")
 
     @property
     def out(self):
@@ -82,7 +89,7 @@ def eventually(condition, timeout=PATIENCE, what="it"):
         if value := condition():
             return value
         time.sleep(0.01)
-    raise AssertionError(f"not within {timeout} s: {what}")
+    raise AssertionError(f"not within {timeout} s: {what() if callable(what) else what}")
 
 
 def is_gone(pid):

@@ -18,6 +18,7 @@ PREFIX = f"ha{os.getpid() % 10000}"
 HOSTS = (f"{PREFIX}h0", f"{PREFIX}h1")
 ADDRESSES = ("10.231.7.10", "10.231.7.9")  # in the order of neither texts nor numbers
 IPS = ("--ips", ",".join(ADDRESSES))
+LONG = 300.0
 
 
 def ip(*words, check=True):
@@ -26,9 +27,20 @@ def ip(*words, check=True):
 
 @pytest.fixture(scope="module", autouse=True)
 def _hosts():
-    if shutil.which("ip") is None or ip("netns", "add", HOSTS[0], check=False).returncode:
-        pytest.skip("needs root and iproute2, to make network namespaces")
-    ip("netns", "add", HOSTS[1])
+    if shutil.which("ip") is None:
+        pytest.skip("iproute2 is not installed: no network namespaces to play hosts")
+    try:
+        _make_hosts()
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"not permitted on this machine: network namespaces ({error.stderr.strip()})")
+    yield
+    for host in HOSTS:
+        ip("netns", "del", host)
+
+
+def _make_hosts():
+    for host in HOSTS:
+        ip("netns", "add", host)
     ip("link", "add", f"{PREFIX}v0", "type", "veth", "peer", "name", f"{PREFIX}v1")
     for index, (host, address) in enumerate(zip(HOSTS, ADDRESSES, strict=True)):
         ip("link", "set", f"{PREFIX}v{index}", "netns", host)
@@ -36,9 +48,6 @@ def _hosts():
         ip("-n", host, "addr", "add", f"{address}/24", "dev", "eth0")
         for link in ("lo", "eth0"):
             ip("-n", host, "link", "set", link, "up")
-    yield
-    for host in HOSTS:
-        ip("netns", "del", host)
 
 
 def launch_both(folder, script, *options, arguments=(), **more):
@@ -207,14 +216,16 @@ open(f"started{os.environ['WORLD_SIZE']}", "w").write(os.environ["RANK"])
 while not os.path.exists("../stop"):
     time.sleep(0.05)
 """
+    # Each wait ends with what it waits for, or with the launcher; torch takes its own time to let hosts in and out,
+    # and a busy machine has it do so more than once.
     options = ("--nnodes", "1:2", *MASTER, "--max_restart", "3")
     first = Launch(tmp_path / "h0", script, *options, host=HOSTS[0])
-    first.until("started1")
+    first.until("started1", LONG)
     second = Launch(tmp_path / "h1", script, *options, host=HOSTS[1])
     for launch in (first, second):
-        launch.until("started2")
+        launch.until("started2", LONG)
     (tmp_path / "h0" / "started1").unlink()
     second.kill(signal.SIGKILL)
-    first.until("started1")
+    first.until("started1", LONG)
     (tmp_path / "stop").write_text("x")
-    assert first.wait() == 0, shown([first, second])
+    assert first.wait(LONG) == 0, shown([first, second])

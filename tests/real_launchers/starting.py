@@ -203,7 +203,14 @@ def accelerate(task: Task) -> Job:
 def ray(task: Task) -> Job:
     # Ray's sockets lie far within its folder, and a socket's path is at most 107 characters long.
     folder = tempfile.mkdtemp(prefix="ray")
-    settings = {"RAY_FOLDER": folder, "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    settings = {
+        "RAY_FOLDER": folder,
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # It gives way to all other programs, and workers that import torch are then not there within its 60 seconds.
+        "RAY_worker_niceness": "0",
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "240",
+    }
     job = _job(task, install.python_of("ray"), HERE / "by_ray.py", task.processes, more=settings)
     job.cleanup = lambda: shutil.rmtree(folder, ignore_errors=True)
     return job
@@ -331,7 +338,7 @@ LAUNCHERS: dict[str, Launcher] = {
     "MPICH": Launcher(mpich, "hydra", _command("mpiexec.mpich", "MPICH"), ("mpiexec.mpich",)),
     "Paddle": Launcher(paddle, "paddle", _package("paddlepaddle", "paddle"), ("paddle",)),
     "accelerate": Launcher(accelerate, "torchrun", _package("accelerate", "accelerate"), ("accelerate",)),
-    "Ray Train": Launcher(ray, "process group", _package("ray", "ray"), ("ray",)),
+    "Ray Train": Launcher(ray, "env", _package("ray", "ray"), ("ray",)),
     "by hand": Launcher(by_hand, "env", _python),
     "PyTorchJob": Launcher(pytorchjob, "env", _python),
     "PyTorchJob, 2 hosts": Launcher(pytorchjob_on_two_hosts, "env", _python, ("ip",), place="hosts"),

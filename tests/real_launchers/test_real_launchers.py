@@ -125,8 +125,10 @@ def check_output(launcher: Launcher, job: Job, results: str) -> None:
         text += outputs[1]
     else:
         assert text.count(results) == size, text
-    assert "Traceback" not in text
-    assert "destroy_process_group" not in text
+    # On a busy machine Ray's controller reports tries of its own that it repeats.
+    said = "\n".join(line for line in text.splitlines() if "(TrainController " not in line)
+    assert "Traceback" not in said
+    assert "destroy_process_group" not in said
 
 
 def check_files(job: Job) -> None:
