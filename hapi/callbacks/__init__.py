@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hapi.callbacks.csv_logger import CSVLogger
     from hapi.callbacks.lr import LRScheduler, ReduceLROnPlateau
     from hapi.callbacks.stopping import EarlyStopping
+    from hapi.callbacks.tensorboard import TensorBoard
 
 __all__ = [
     "CSVLogger",
@@ -24,6 +25,7 @@ __all__ = [
     "ModelCheckpoint",
     "ProgBarLogger",
     "ReduceLROnPlateau",
+    "TensorBoard",
 ]
 
 # Those that no fit has by itself: imported when asked for, so that `import hapi` stays light.
@@ -32,6 +34,7 @@ _ON_DEMAND = {
     "EarlyStopping": "hapi.callbacks.stopping",
     "LRScheduler": "hapi.callbacks.lr",
     "ReduceLROnPlateau": "hapi.callbacks.lr",
+    "TensorBoard": "hapi.callbacks.tensorboard",
 }
 
 
