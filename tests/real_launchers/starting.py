@@ -209,6 +209,8 @@ def ray(task: Task) -> Job:
         "RAY_USAGE_STATS_ENABLED": "0",
         # It gives way to all other programs, and workers that import torch are then not there within its 60 seconds.
         "RAY_worker_niceness": "0",
+        # Else each line that a script prints comes twice.
+        "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "240",
     }
     job = _job(task, install.python_of("ray"), HERE / "by_ray.py", task.processes, more=settings)
@@ -223,8 +225,17 @@ def by_hand(task: Task) -> Job:
 
 def pytorchjob(task: Task) -> Job:
     """What Kubernetes' operator sets: no local rank; the master's name, here that of this host."""
-    meeting = {"MASTER_ADDR": socket.gethostname(), "MASTER_PORT": str(free_port()), "PYTHONUNBUFFERED": "0"}
+    meeting = {"MASTER_ADDR": _own_name(), "MASTER_PORT": str(free_port()), "PYTHONUNBUFFERED": "0"}
     return _two(task, [meeting, meeting])
+
+
+def _own_name() -> str:
+    name = socket.gethostname()
+    try:
+        socket.gethostbyname(name)
+    except OSError:
+        return "127.0.0.1"  # a host that does not know itself, as containers may be
+    return name
 
 
 def pytorchjob_on_two_hosts(task: Task) -> Job:

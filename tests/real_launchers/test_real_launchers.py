@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import install
 import pytest
 import torch
 from starting import HERE, LAUNCHERS, Job, Launcher
@@ -37,7 +38,7 @@ class Row:
         self.launcher = LAUNCHERS[self.name]
 
     def __str__(self) -> str:
-        version = "" if self.accuracy is None else self.launcher.version()
+        version = "" if install.missing(*self.launcher.needs) else self.launcher.version()
         accuracy = "-" if self.accuracy is None else f"{self.accuracy:.4f}"
         seconds = "-" if self.seconds is None else f"{self.seconds:.1f}"
         processes = f"{self.launcher.processes} process{'es' * (self.launcher.processes > 1)}"
