@@ -100,7 +100,8 @@ def _verify_contents(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo]) -
 def _is_in_order(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo]) -> bool:
     """Read all of it. Each member may be right by its own checksum and yet stand in another's place.
 
-    torch keeps a sum over all checksums, as the second half of an identity; archives of before 2023 have none.
+    torch keeps a sum over all checksums, as the second half of an identity. Archives of before 2023 have none; those
+    that say which format they are of came later, and do.
     """
     sums, expected = 0, None
     for member in members:
@@ -115,8 +116,10 @@ def _is_in_order(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo]) -> bo
             sums = _combined(sums, int.from_bytes(first[4:8], "little"))
         if member.file_size:
             sums = _combined(sums, member.CRC)
+    if expected is None:
+        return not any(member.filename.endswith("/.format_version") for member in members)
     keys = [key for key in (member.filename.partition("/data/")[2] for member in members) if key]
-    return expected is None or (expected and keys in (sorted(keys), sorted(keys, key=lambda key: (len(key), key))))
+    return expected and keys in (sorted(keys), sorted(keys, key=lambda key: (len(key), key)))
 
 
 @cache

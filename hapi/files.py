@@ -9,6 +9,7 @@ import io
 import os
 import secrets
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -193,7 +194,10 @@ def read(path: Path) -> Any:
         with open(path, "rb") as file:
             archive.verify(file)
             file.seek(0)
-            return torch.load(file, map_location="cpu", weights_only=True)
+            with warnings.catch_warnings():
+                # A warning (of how sparse tensors are read) is no reason to take the file for damaged under -W error.
+                warnings.simplefilter("ignore")
+                return torch.load(file, map_location="cpu", weights_only=True)
     except PermissionError as error:
         raise PermissionError(
             f"{path} may not be read by this user ({error.strerror}), so nothing was loaded from it. "

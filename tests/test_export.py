@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -154,7 +156,101 @@ class Branches(nn.Module):
 def test_a_network_that_cannot_be_traced_leaves_the_older_file(tmp_path: Path) -> None:
     path = tmp_path / "net.pt2"
     path.write_text("older")
-    with pytest.raises(RuntimeError, match="data-dependent"):
+    with pytest.raises(RuntimeError, match=r"^Branches could not .*net\.pt2 .*data-dependent.*Write what depends on"):
         hapi.Model(Branches()).export(path, EIGHT)
     assert path.read_text() == "older"
     assert [file.name for file in tmp_path.iterdir()] == ["net.pt2"]
+
+
+# ONNX, and both formats.
+
+
+def example_network(name: str) -> nn.Module:
+    """The network that an example trains, read off its source."""
+    tree = ast.parse((Path(__file__).parents[1] / "examples" / name).read_text(encoding="utf-8"))
+    (made,) = (
+        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "net"
+    )
+    torch.manual_seed(0)
+    network: nn.Module = eval(ast.unparse(made), {"nn": nn})
+    return network
+
+
+def in_colour(samples: torch.Tensor) -> torch.Tensor:
+    """Real images in the shape of CIFAR-10's."""
+    return nn.functional.pad(samples, (2, 2, 2, 2)).expand(-1, 3, -1, -1).contiguous()
+
+
+class Runner:
+    """An exported file, called with tensors."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if path.suffix == ".pt2":
+            self.run = torch.export.load(path).module()
+        else:
+            self.session = onnxruntime.InferenceSession(path)
+            self.inputs = [argument.name for argument in self.session.get_inputs()]
+            self.outputs = [argument.name for argument in self.session.get_outputs()]
+
+    def __call__(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> Any:
+        """What the program gives; ONNX always a dict."""
+        if self.path.suffix == ".pt2":
+            return self.run(*args, **kwargs)
+        named = dict(zip(self.inputs, args, strict=True)) if args else kwargs
+        values = self.session.run(None, {name: value.numpy() for name, value in named.items()})
+        return {name: torch.from_numpy(value) for name, value in zip(self.outputs, values, strict=True)}
+
+
+@pytest.mark.parametrize("name", ["cifar10.py", "mnist.py"])
+@pytest.mark.parametrize("suffix", [".pt2", ".onnx"])
+def test_networks_of_the_examples(tmp_path: Path, name: str, suffix: str) -> None:
+    samples, network = images(), example_network(name)
+    samples = in_colour(samples) if name == "cifar10.py" else samples
+    model = hapi.Model(network).prepare("adam", nn.CrossEntropyLoss())
+    model.fit((samples, torch.arange(len(samples)) % 10), epochs=2, verbose=0)
+    network.train()
+    model.export(tmp_path / f"net{suffix}")
+    assert network.training and [path.name for path in tmp_path.iterdir()] == [f"net{suffix}"]
+    program = Runner(tmp_path / f"net{suffix}")
+    for batch in (samples[:1], samples[:2], samples, torch.cat([samples] * 9)):
+        expected = model.predict(batch, verbose=0)
+        found = program(batch) if suffix == ".pt2" else program(batch)["output"]
+        assert found.shape == expected.shape == (len(batch), 10)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_onnx_of_several_inputs_and_outputs(tmp_path: Path, by_name: bool) -> None:
+    tokens, features = torch.randint(0, 10, (7, 5)), torch.rand(7, 4)
+    model = hapi.Model(Several(), inputs=None if by_name else 2)
+    data: Any = {"features": features, "tokens": tokens} if by_name else (tokens, features)
+    expected = model.predict(data, verbose=0)
+    model.export(tmp_path / "net.onnx")
+    program = Runner(tmp_path / "net.onnx")
+    assert set(program.inputs) == {"tokens", "features"}
+    assert program.outputs == ["joint", "pair_0", "pair_1"]
+    for rows in (1, 7):
+        found = program(tokens=tokens[:rows], features=features[:rows])
+        torch.testing.assert_close(found["joint"], expected["joint"][:rows])
+        torch.testing.assert_close(found["pair_0"], expected["pair"][0][:rows])
+        assert torch.equal(found["pair_1"], tokens[:rows])
+
+
+class Same(nn.Module):
+    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"tokens": nn.functional.dropout(tokens, 0.5, self.training) + 1}
+
+
+def test_onnx_of_an_output_that_is_called_as_an_input(tmp_path: Path) -> None:
+    hapi.Model(Same()).export(tmp_path / "net.onnx", EIGHT)
+    program = Runner(tmp_path / "net.onnx")
+    assert (program.inputs, program.outputs) == (["tokens"], ["tokens_output"])
+    assert torch.equal(program(EIGHT)["tokens_output"], EIGHT + 1)  # and without dropout
+
+
+def test_a_dict_without_what_forward_needs(tmp_path: Path) -> None:
+    for suffix in (".pt2", ".onnx"):
+        with pytest.raises((TypeError, ValueError, RuntimeError), match="tokens"):
+            hapi.Model(Several()).export(tmp_path / f"net{suffix}", {"features": EIGHT})
+    assert list(tmp_path.iterdir()) == []
