@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -92,6 +93,39 @@ def _control_group() -> Any:
     if _control is None or _control[0] is not world:
         _control = (world, dist.new_group(backend="gloo"))
     return _control[1]
+
+
+def _meeting() -> Any:
+    """The control group, for a collective that all ranks begin now."""
+    control = _control_group()
+    if os.environ.get("HAPI_DEBUG"):
+        _refuse_strays(control)
+    return control
+
+
+def meet() -> None:
+    """Called before collectives that are torch's own: with HAPI_DEBUG set all ranks see that they begin them together.
+
+    Raises:
+        RuntimeError: They are in different places.
+    """
+    if os.environ.get("HAPI_DEBUG") and is_initialized():
+        _refuse_strays(_control_group())
+
+
+def _refuse_strays(control: Any) -> None:
+    """Raise on all ranks unless they have come to the same place; else they would wait, or mix up values."""
+    # Whoever called the function of this module that called.
+    caller = sys._getframe(3)
+    where = f"{sys._getframe(2).f_code.co_name} in {caller.f_globals['__name__']}.{caller.f_code.co_name}"
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, where, group=control)
+    if len(set(ranks)) > 1:
+        places = "; ".join(f"rank {rank} to {place}" for rank, place in enumerate(ranks))
+        raise RuntimeError(
+            f"The ranks have come to different collectives: {places}. Each has to be reached by all ranks alike. Call "
+            "fit, evaluate, predict and the like on every rank, not under a condition that holds on some of them."
+        )
 
 
 def is_initialized() -> bool:
@@ -191,7 +225,7 @@ def backend_name() -> str:
 def barrier() -> None:
     """Wait until every process has come here."""
     if is_initialized():
-        dist.barrier(_control_group())
+        dist.barrier(_meeting())
 
 
 def broadcast_object(value: T) -> T:
@@ -199,7 +233,7 @@ def broadcast_object(value: T) -> T:
     if not is_initialized():
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0, group=_control_group())
+    dist.broadcast_object_list(box, src=0, group=_meeting())
     return box[0]
 
 
@@ -208,7 +242,7 @@ def gather_objects(value: T) -> list[T]:
     if not is_initialized():
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value, group=_control_group())
+    dist.all_gather_object(gathered, value, group=_meeting())
     return gathered
 
 
@@ -217,7 +251,7 @@ def reduce_max(values: Sequence[float]) -> list[float]:
     if not is_initialized():
         return list(values)
     tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=_control_group())
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=_meeting())
     return [float(value) for value in tensor]
 
 
@@ -226,7 +260,7 @@ class PendingSum:
 
     def __init__(self, value: int) -> None:
         self._tensor = torch.tensor([value], dtype=torch.int64)
-        self._work = dist.all_reduce(self._tensor, group=_control_group(), async_op=True) if is_initialized() else None
+        self._work = dist.all_reduce(self._tensor, group=_meeting(), async_op=True) if is_initialized() else None
 
     def wait(self) -> int:
         """The sum."""
@@ -239,6 +273,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
     """Overwrite the tensors, in place, with rank 0's. Order, shapes and dtypes must agree between the ranks."""
     if not is_initialized():
         return
+    meet()
     bucket: list[torch.Tensor] = []
     filled = 0
     with torch.no_grad():
@@ -270,7 +305,7 @@ def gather_rows(rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]
     padded[: len(rows)] = rows
     raw = padded.contiguous().reshape(-1).view(torch.uint8)
     gathered = [torch.empty_like(raw) for _ in counts]
-    dist.all_gather(gathered, raw, group=_control_group())
+    dist.all_gather(gathered, raw, group=_meeting())
     return [piece.view(rows.dtype).reshape(padded.shape)[:count] for piece, count in zip(gathered, counts, strict=True)]
 
 

@@ -75,7 +75,11 @@ class _FixedBuckets(DistributedDataParallel):
 
     def _build_params_for_reducer(self) -> Any:
         parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
-        return parameters[::-1], sparse[::-1]
+        # Probe and marks, which come last, go into the bucket of the first layer: alone they would be an exchange more.
+        own, others = slice(2), slice(2, None)
+        order = [*range(len(parameters))]
+        order = [*order[others][:0:-1], *order[own], *order[others][:1]]
+        return [parameters[index] for index in order], [sparse[index] for index in order]
 
     def fix_buckets(self) -> None:
         """Do now what DDP would do after its first step, where this build of torch lets us."""
@@ -112,6 +116,7 @@ class GradientExchange:
         self._passes = 0
         if self._alone:
             return
+        group.meet()
         layout = [parameter.requires_grad for parameter in self._own]
         if self._wrapped is None or layout != self._layout:
             self._unwrap()

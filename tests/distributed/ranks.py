@@ -44,10 +44,12 @@ class Ranks:
 
     Args:
         world_size: How many.
+        environment: Variables that they find besides.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, **environment: str) -> None:
         self.world_size = world_size
+        self._environment = environment
         self._members: list[_Member] = []
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
@@ -88,7 +90,7 @@ class Ranks:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self._members = [_Member(rank, self.world_size, port) for rank in range(self.world_size)]
+        self._members = [_Member(rank, self.world_size, port, self._environment) for rank in range(self.world_size)]
 
     def _collect(self, deadline: float) -> list[tuple[bool, Any] | None]:
         outcomes: list[tuple[bool, Any] | None] = [None] * self.world_size
@@ -109,13 +111,14 @@ class Ranks:
 class _Member:
     """One process, seen from the tests."""
 
-    def __init__(self, rank: int, world_size: int, port: int) -> None:
+    def __init__(self, rank: int, world_size: int, port: int, more: dict[str, str]) -> None:
         self.rank = rank
         self.connection, theirs = _processes.Pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `forget`
         environment = {
             "RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": "lo", "HAPI_TIMEOUT": str(TIMEOUT),
+            **more,
         }  # fmt: skip
         self._process = _processes.Process(target=_serve, args=(theirs, environment, _Handed(self._log)))
         self._process.start()

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from closed_form import Ramp, mean_output, prepared, ramp
-from ranks import same
+from ranks import Ranks, same
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import hapi
 from hapi import agreement
+from hapi.distributed import group
 
 COLLECTIVES = (
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "barrier", "broadcast",
@@ -151,6 +152,32 @@ def test_evaluation_and_prediction_meet_at_their_ends_only(ranks):
     assert all(sum(counts.values()) < 20 for counts in few)
 
 
+def count_buckets(ours: bool) -> tuple[int, list[float]]:
+    """Two steps of a network whose gradients fill two of DDP's buckets; exchanges, and some of the weights."""
+    torch.manual_seed(0)
+    net = nn.Linear(1, 400_000)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    x, y = ramp(8)
+    with counted() as counts:
+        if ours:
+            hapi.Model(net).prepare(optimizer, mean_output).fit((x, y), batch_size=2, shuffle=False, verbose=0)
+        else:
+            wrapped = DistributedDataParallel(net)
+            for rows in x.split(4):
+                optimizer.zero_grad()
+                mean_output(wrapped(rows.chunk(2)[group.get_rank()])).backward()
+                optimizer.step()
+    return counts["gradients"], net.weight[:3, 0].tolist()
+
+
+def test_a_large_network_s_gradients_travel_in_as_many_pieces_as_plain_ddp_s(ranks):
+    exchanges, weights = same(ranks(2).run(count_buckets, True))
+    plain_exchanges, plain_weights = same(ranks(2).run(count_buckets, False))
+    # Plain DDP lays out its buckets after its first step, in which it has one.
+    assert (exchanges, plain_exchanges) == (2 + 2, 1 + 2)
+    assert weights == pytest.approx(plain_weights)
+
+
 READS = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__")
 
 
@@ -212,3 +239,49 @@ def graphs_alive() -> list[int]:
 def test_no_step_leaves_a_graph_behind(ranks):
     for early, late in ranks(2).run(graphs_alive):
         assert late == early
+
+
+class OnOneRank(hapi.callbacks.Callback):
+    """Asks one rank alone for what needs all of them."""
+
+    def __init__(self, rank: int, hook: str, call: str) -> None:
+        self.rank, self.hook, self.call = rank, hook, call
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._ask("on_epoch_begin")
+
+    def on_eval_begin(self, logs=None):
+        self._ask("on_eval_begin")
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._ask("on_epoch_end")
+
+    def _ask(self, hook: str) -> None:
+        if (group.get_rank(), hook) == (self.rank, self.hook):
+            getattr(self.model, self.call)(ramp(3), verbose=0)
+
+
+def meet_otherwise(rank: int, hook: str, call: str) -> str:
+    try:
+        prepared().fit(ramp(4), ramp(2), batch_size=1, callbacks=OnOneRank(rank, hook, call), verbose=0)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was said"
+
+
+def test_a_debug_mode_names_collectives_that_not_all_ranks_have_come_to():
+    pool = Ranks(2, HAPI_DEBUG="1")
+    try:
+        # All that a run does passes under it.
+        for kind in ("tensors", "data set", "loader", "batches", "iterable"):
+            assert same(pool.run(count_fit, kind, 3, 1, True, True))["gradients"] == 3
+        same(pool.run(count_passes, 3))
+        for rank, hook, call in ((0, "on_epoch_end", "evaluate"), (1, "on_epoch_end", "predict"),
+                                 (1, "on_epoch_begin", "evaluate"), (0, "on_eval_begin", "evaluate")):  # fmt: skip
+            said = same(pool.run(meet_otherwise, rank, hook, call))
+            assert "rank 0 to " in said and "rank 1 to " in said
+            # The one compares its data; where the others are depends on the hook.
+            assert f"rank {rank} to gather_objects in hapi.data.sameness" in said
+            assert "on every rank" in said
+    finally:
+        pool.close()

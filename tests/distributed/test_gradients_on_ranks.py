@@ -11,19 +11,24 @@ from closed_form import Line, mean_output, ones, prepared, ramp
 from ranks import alone, same
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, TensorDataset
 
 import hapi
 from hapi.distributed import group
 
 
-def fit_batches(sizes: list[int], accumulate: int, num_iters: int | None = None) -> tuple[float, list[float], int]:
-    """Train on batches of ones and so on; the weight, the losses and the optimizer steps taken."""
+def fit_batches(sizes: list[int], accumulate: int, in_loader: bool = False) -> tuple[float, list[float], int]:
+    """Train on batches of 0, 1, 2, ... of these sizes; the weight, the losses and the optimizer steps taken."""
     model = prepared()
     steps: list[int] = []
     model.optimizer.register_step_post_hook(lambda *_: steps.append(1))
     x, y = ramp(sum(sizes))
-    batches = list(zip(x.split(sizes), y.split(sizes), strict=True))
-    history = model.fit(batches, accumulate_grad_batches=accumulate, num_iters=num_iters, verbose=0)
+    batches: Any = list(zip(x.split(sizes), y.split(sizes), strict=True))
+    if in_loader:
+        batches = DataLoader(
+            TensorDataset(x, y), batch_sampler=[rows.tolist() for rows in torch.arange(len(x)).split(sizes)]
+        )
+    history = model.fit(batches, accumulate_grad_batches=accumulate, verbose=0)
     return model.network.value, history.history["loss"], len(steps)
 
 
@@ -33,9 +38,10 @@ def test_batches_of_two_and_one_weigh_by_their_samples(ranks):
     assert (weight, losses, steps) == (0.0, [1.0], 1)
 
 
-def test_a_rank_without_batch_counts_nothing(ranks):
-    # 0, 1, 2 | 3, 4 | 5 | nothing on the last rank, then 6 on the first rank alone.
-    weight, losses, steps = same(ranks(4).run(fit_batches, [3, 2, 1, 1, 1], 1))
+@pytest.mark.parametrize("in_loader", [False, True])
+def test_a_rank_without_batch_counts_nothing(ranks, in_loader):
+    # 0, 1, 2 | 3, 4 | 5 | 6, and then 7 on the first rank alone.
+    weight, losses, steps = same(ranks(4).run(fit_batches, [3, 2, 1, 1, 1], 1, in_loader))
     first, second = (0 + 1 + 2 + 3 + 4 + 5 + 6) / 7, 7.0
     assert weight == pytest.approx(1 - first - second)
     assert losses == pytest.approx([(first * 7 + (1 - first) * second) / 8])

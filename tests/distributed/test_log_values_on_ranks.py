@@ -241,3 +241,17 @@ def test_batch_logs_are_this_rank_s_running_values(ranks):
     assert first == [0.5, (0 + 1 + 4 + 5) / 4]
     assert second == [2.5, (2 + 3 + 6 + 7) / 4]
     assert epoch == other == [3.5]
+
+
+def write_a_log(path: str) -> list[str]:
+    """A file of values that every rank's script asks for."""
+    model = prepared()
+    model.fit(ramp(5), batch_size=1, epochs=2, callbacks=hapi.callbacks.CSVLogger(path), verbose=0)
+    return sorted(entry.name for entry in Path(path).parent.iterdir())
+
+
+def test_rank_0_alone_writes_the_file_of_values(ranks, tmp_path):
+    assert same(ranks(3).run(write_a_log, str(tmp_path / "log.csv"))) == ["log.csv"]
+    header, *rows = (tmp_path / "log.csv").read_text().splitlines()
+    assert header.startswith("epoch,")
+    assert [row.split(",")[0] for row in rows] == ["1", "2"]
