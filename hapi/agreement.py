@@ -1,12 +1,14 @@
-"""What all ranks decide together in the middle of an epoch: to stop, and that a loss is no longer a number."""
+"""What all ranks decide together in the middle of an epoch: to stop, to save, and that a loss is no longer a number."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from hapi.distributed import group
 from hapi.metrics.tally import Tally
+from hapi.signals import StopSignals
 
 _SECONDS = 0.5
 _MOST_STEPS = 4096
@@ -20,15 +22,27 @@ class Agreement:
     Args:
         model: Its `stop_training` is what a rank asks for; after a meeting it is the same on all ranks.
         nan_policy: "stop" raises on a loss that is not finite, "ignore" lets it pass.
+        signals: The stop signals of this process.
+        wants_save: Whether it is time to save, as this rank sees it.
+
+    Attributes:
+        signal: The stop signal that all ranks act on; 0: none.
+        saves: Whether all ranks save after this optimizer step, since it is time.
     """
 
-    def __init__(self, model: Any, nan_policy: str) -> None:
+    def __init__(
+        self, model: Any, nan_policy: str, signals: StopSignals, wants_save: Callable[[], bool] = lambda: False
+    ) -> None:
         self._model = model
         self._watches_loss = nan_policy == "stop"
+        self._signals = signals
+        self._wants_save = wants_save
         self._alone = group.get_world_size() == 1
         self._interval = 1
         self._countdown = 1
         self._since = time.monotonic()
+        self.signal = 0
+        self.saves = False
 
     def after_step(self, tally: Tally, epoch: int, step: int) -> bool:
         """Called after each optimizer step, on every rank.
@@ -44,14 +58,34 @@ class Agreement:
         Raises:
             RuntimeError: A loss was infinite or NaN, on any rank.
         """
+        self.saves = False
         self._countdown -= 1
         if self._countdown > 0:
-            return self._alone and bool(self._model.stop_training)
-        return self._meet(tally, epoch, step)
+            return self._stops_alone()
+        self._meet(tally, epoch, step)
+        return bool(self._model.stop_training)
+
+    def in_evaluation(self) -> bool:
+        """Called after each step of an evaluation within fit: whether a signal ends it."""
+        self._countdown -= 1
+        if self._countdown > 0:
+            self._stops_alone()
+        else:
+            self._meet(None, 0, 0)
+        return bool(self.signal)
+
+    def before_save(self, tally: Tally, epoch: int, step: int) -> None:
+        """Called before a save within an epoch: no weights that a loss has spoilt are kept.
+
+        Raises:
+            RuntimeError: A loss since the last meeting was infinite or NaN, on any rank.
+        """
+        self._refuse_nonfinite(tally, epoch, step)
 
     def stops(self) -> bool:
         """Whether a rank has asked to stop, at the end of an epoch."""
-        self._agree_to_stop(group.reduce_max([float(self._model.stop_training)])[0])
+        asked, number = group.reduce_max([float(self._model.stop_training), float(self._signals.received)])
+        self._agree(asked, number)
         return bool(self._model.stop_training)
 
     def end_epoch(self, tally: Tally, epoch: int, step: int) -> None:
@@ -67,30 +101,42 @@ class Agreement:
                 "drop_last=True leaves nothing of the parts in which it is read. Pass data with at least one sample, "
                 "whose __iter__ starts anew each time, or leave drop_last out."
             )
-        ago = tally.take_nonfinite() if self._watches_loss else None
-        stop, bad, most = group.reduce_max([float(self._model.stop_training), float(ago is not None), float(ago or 0)])
-        if bad:
-            raise nonfinite(epoch, step - int(most))
-        self._agree_to_stop(stop)
+        self._refuse_nonfinite(tally, epoch, step)
 
-    def _agree_to_stop(self, stop: float) -> None:
-        self._model.stop_training = bool(stop)
+    def _stops_alone(self) -> bool:
+        """Between two meetings: a process without others needs none."""
+        if not self._alone:
+            return False
+        self.signal = self._signals.received
+        return bool(self._model.stop_training)
 
-    def _meet(self, tally: Tally, epoch: int, step: int) -> bool:
+    def _meet(self, tally: Tally | None, epoch: int, step: int) -> None:
         seconds = (time.monotonic() - self._since) / self._interval
         interval = min(_MOST_STEPS, 2 * self._interval, max(1, int(_SECONDS / max(seconds, 1e-9))))
-        ago = tally.take_nonfinite() if self._watches_loss else None
-        if not self._watches_loss:
-            tally.recent_losses.clear()
-        stop, bad, slowest, most = group.reduce_max(
-            [float(self._model.stop_training), float(ago is not None), float(-interval), float(ago or 0)]
-        )
+        slowest, saves = self._refuse_nonfinite(tally, epoch, step, -float(interval), float(self._wants_save()))
         self._interval = self._countdown = max(1, -int(slowest))
         self._since = time.monotonic()
+        self.saves = bool(saves) and tally is not None
+
+    def _refuse_nonfinite(self, tally: Tally | None, epoch: int, step: int, *more: float) -> list[float]:
+        """Agree on whether to stop, and the maxima of more values; raise if a loss is not finite."""
+        ago = tally.take_nonfinite() if tally is not None and self._watches_loss else None
+        if tally is not None and not self._watches_loss:
+            tally.recent_losses.clear()
+        asked, number, bad, most, *others = group.reduce_max(
+            [
+                float(self._model.stop_training), float(self._signals.received), float(ago is not None),
+                float(ago or 0), *more,
+            ]
+        )  # fmt: skip
         if bad:
             raise nonfinite(epoch, step - int(most))
-        self._agree_to_stop(stop)
-        return bool(stop)
+        self._agree(asked, number)
+        return others
+
+    def _agree(self, asked: float, number: float) -> None:
+        self._model.stop_training = bool(asked)
+        self.signal = int(number)
 
 
 def nonfinite(epoch: int, step: int) -> RuntimeError:

@@ -7,6 +7,7 @@ id: a pair is whole only if the ids agree, since two files cannot be renamed in 
 
 from __future__ import annotations
 
+import copy
 import glob
 import math
 import uuid
@@ -14,6 +15,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from os import PathLike
 from pathlib import Path
@@ -23,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hapi import files
+from hapi import files, tensorfile
 
 TRAINING_STATES = ("loss", "optimizer", "scheduler", "scaler", "counters", "position", "callbacks")
 """The entries of `path.opt.pt`, `format` and `id` aside."""
@@ -55,39 +57,81 @@ def training_path(path: str | Path) -> Path:
     return weights.with_name(weights.name.removesuffix(".pt") + ".opt.pt")
 
 
-def save(path: str | Path, network: nn.Module, training: Mapping[str, Any]) -> None:
-    """Write both files, the weights last.
+@dataclass(frozen=True)
+class Snapshot:
+    """What the two files of a checkpoint will hold."""
+
+    weights: Mapping[str, Any]
+    training: Mapping[str, Any]
+
+    def copied(self) -> Snapshot:
+        """One that training does not change any more; tensors that share memory go on doing so."""
+        return copy.deepcopy(self)
+
+
+def take(network: nn.Module, training: Mapping[str, Any]) -> Snapshot:
+    """Take down the states, whose tensors are those that training goes on with.
 
     Args:
-        path: Without ending.
         network: The unwrapped network.
         training: One entry for each of `TRAINING_STATES`.
 
     Raises:
         TypeError: Something in them would be refused when loaded; the message names its key.
-        OSError: The files cannot be written.
     """
     identity = uuid.uuid4().hex
     weights = network.state_dict()
-    metadata = getattr(weights, "_metadata", None)
+    metadata = files.as_plain(getattr(weights, "_metadata", None) or {}, "network.state_dict()._metadata")
     plain = OrderedDict((key, files.as_plain(value, f"network[{key!r}]")) for key, value in weights.items())
     # Strict loads ignore entries of the metadata that name no module.
-    plain._metadata = OrderedDict({**(metadata or {}), "hapi": {"id": identity}})  # type: ignore[attr-defined]
+    plain._metadata = OrderedDict({**metadata, "hapi": {"id": identity}})  # type: ignore[attr-defined]
     content = {"format": _FORMAT, "id": identity, **{name: training[name] for name in TRAINING_STATES}}
-    checked = {name: files.as_plain(value, name) for name, value in content.items()}
+    return Snapshot(plain, {name: files.as_plain(value, name) for name, value in content.items()})
+
+
+def write(path: str | Path, snapshot: Snapshot) -> None:
+    """Write both files, the weights last; to a path that ends in `.safetensors` the weights alone.
+
+    Args:
+        path: Without ending, or ending in `.safetensors`.
+        snapshot: What `take` gave.
+
+    Raises:
+        OSError: The files cannot be written.
+    """
+    if tensorfile.is_meant(path):
+        tensorfile.write(Path(path), snapshot.weights)
+        return
     training_file, weights_file = training_path(path), weights_path(path)
     # The new training state waits under a name of its own until the weights that it belongs to are in place: at every
     # moment there is a training state with the id of the weights.
-    waiting = _waiting_path(training_file, identity)
-    files.write(waiting, checked)
-    try:
-        files.write(weights_file, plain)
-    except BaseException:
-        waiting.unlink(missing_ok=True)
-        raise
-    files.rename(waiting, training_file)
-    for leftover in training_file.parent.glob(f".{glob.escape(training_file.name)}.*"):
-        # Of saves to this path that were ended by a kill.
+    waiting = _waiting_path(training_file, snapshot.training["id"])
+    with (
+        files.draft(training_file, partial(files.save_object, snapshot.training)) as new_training,
+        files.draft(weights_file, partial(files.save_object, snapshot.weights)) as new_weights,
+        files.alone(weights_file.parent),
+    ):
+        files.rename(new_training, waiting)
+        try:
+            files.rename(new_weights, weights_file)
+        except BaseException:
+            waiting.unlink(missing_ok=True)
+            raise
+        files.rename(waiting, training_file)
+        _remove_waiting(training_file)
+
+
+def remove(path: str | Path) -> None:
+    """Delete both files, as far as they are there: the weights first, without which nobody looks at the rest."""
+    training_file = training_path(path)
+    weights_path(path).unlink(missing_ok=True)
+    training_file.unlink(missing_ok=True)
+    _remove_waiting(training_file)
+
+
+def _remove_waiting(training_file: Path) -> None:
+    """Training states of saves to this path that were ended by a kill."""
+    for leftover in training_file.parent.glob(f".{glob.escape(training_file.name)}.{'[0-9a-f]' * 32}"):
         leftover.unlink(missing_ok=True)
 
 
@@ -116,9 +160,17 @@ def read_weights(path: str | Path) -> Weights:
         ValueError: It is damaged, or holds something else.
     """
     source = weights_path(path)
+    if tensorfile.is_meant(path):
+        source = Path(path)
+        return Weights(source, tensorfile.read(source), None)
     if not source.exists() and Path(path).is_file():
         source = Path(path)
     loaded = files.read(source)
+    if isinstance(loaded, dict) and {"format", "id", *TRAINING_STATES} <= loaded.keys():
+        raise ValueError(
+            f"{source} holds the training state of a checkpoint, not the weights of a network. "
+            "Load the file that was written with it, without .opt."
+        )
     if not isinstance(loaded, Mapping) or not all(isinstance(key, str) for key in loaded):
         raise ValueError(
             f"{source} holds a {type(loaded).__name__}, not the state dict of a network. "
@@ -160,10 +212,15 @@ def put_weights(weights: Weights, network: nn.Module, skipped: list[str]) -> Non
     """
     expected = network.state_dict()
     state = _unwrapped_names(weights.state, expected)
-    fitting = {key: value for key, value in state.items() if key in expected and _fits(value, expected[key])}
+    fits = {key: value for key, value in state.items() if key in expected and _fits(value, expected[key])}
+    fitting = OrderedDict(fits)
     if skipped:
         loaded = f"loaded {len(fitting)} of {len(expected)} entries"
         warnings.warn(f"{weights.source}: {loaded}. Skipped: {'; '.join(skipped)}", stacklevel=4)
+    # By its version a module tells a state dict of its own from one of an older form, which it would convert.
+    metadata = getattr(weights.state, "_metadata", None) or {}
+    modules = {name: module for name, module in network.named_modules(remove_duplicate=False)}
+    fitting._metadata = _unwrapped_names(metadata, modules)  # type: ignore[attr-defined]
     network.load_state_dict(fitting, strict=False)
 
 
@@ -185,7 +242,7 @@ def read_training(path: str | Path, identity: str | None) -> dict[str, Any] | No
             f"{source} is not the training state of a checkpoint of this version. "
             "Pass reset_optimizer=True to load the weights alone."
         )
-    if content["id"] != identity:
+    if content.get("id") != identity:
         raise ValueError(
             f"{source} and {weights_path(path).name} are of two different saves: the pair is not whole. "
             "Load another checkpoint, or pass reset_optimizer=True to load the weights alone."
@@ -209,8 +266,10 @@ def newest(folder: str | Path, network: nn.Module, run: str | None = None) -> tu
         if path.name.endswith(".opt.pt"):
             continue
         try:
-            weights = read_weights(path)
-            training = read_training(path, weights.identity)
+            # Another run that saves here puts no other pair in its place meanwhile.
+            with files.alone(path.parent, reading=True):
+                weights = read_weights(path)
+                training = read_training(path, weights.identity)
             if training is None:
                 raise ValueError(f"{path} has no {training_path(path).name} beside it: the pair is not whole.")
             if run is not None and training["position"]["run"] != run:
@@ -226,10 +285,13 @@ def _age(path: Path) -> tuple[float, int]:
     """How far a checkpoint's run had come. What cannot be read counts as the furthest, so that it is named."""
     try:
         # Not verified: it decides the order in which files are looked at, no more.
-        steps = torch.load(training_path(path), weights_only=True, mmap=True)["counters"]["steps_trained"]
+        steps = files.peek(training_path(path))["counters"]["steps_trained"]
     except Exception:  # Damage shows as a dozen types.
         steps = math.inf
-    return steps, path.stat().st_mtime_ns
+    try:
+        return steps, path.stat().st_mtime_ns
+    except OSError:  # Another run that saves here may have deleted it.
+        return steps, 0
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from hapi import checkpoint, checks, setup
 from hapi.batch import Inputs, Splitter, map_tensors
 from hapi.callbacks.base import CallbackList
+from hapi.cursor import Cursor
 from hapi.data import Feed
 from hapi.distributed import group
 from hapi.step import Prepared, StepFunction, Stepper
@@ -36,6 +37,8 @@ class Engine:
         self.running: list[CallbackList] = []
         """The callbacks of the calls under way: evaluate may be called from a callback of fit."""
         self.seed: int | None = None
+        self.cursor: Cursor | None = None
+        """Of the fit under way."""
         self._steps = (train_step, eval_step)
         self._stepper: Stepper | None = None
         self._label_span: tuple[int, int] | None = None
@@ -136,6 +139,7 @@ class Engine:
                 "run": group.run_name(),
                 "world_size": group.get_world_size(),
                 "threads": torch.get_num_threads(),
+                "cursor": None if self.cursor is None else self.cursor.state(),
                 "form": None if self._stepper is None else self._stepper.form,
             },
             "callbacks": self.running[0].state_dict() if self.running else {},

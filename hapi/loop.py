@@ -13,10 +13,13 @@ from hapi import modes, predictions, rng
 from hapi.agreement import Agreement
 from hapi.batch import Inputs, map_tensors
 from hapi.callbacks.base import CallbackList
-from hapi.data import Feed, Piece
+from hapi.cursor import Cursor, Within
+from hapi.data import BEGINNING, Feed, Piece
 from hapi.distributed import group
 from hapi.metrics.base import Metric
 from hapi.metrics.tally import Tally
+from hapi.resuming import Resumed
+from hapi.signals import stopped_by
 from hapi.step import Stepper
 
 
@@ -41,64 +44,82 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Resumed:
-    """What a run that goes on takes over from its checkpoint, besides weights, optimizer and counters."""
-
-    form: list[Any] | None
-    """Of `Stepper.form`; None where the world has changed."""
-    callbacks: dict[str, Any]
-
-
-@dataclass(frozen=True)
 class FitPlan:
     """What one call of fit is to do."""
 
     train: Feed
     evaluation: Feed | None
+    cursor: Cursor
     first_epoch: int
     last_epoch: int
     eval_freq: int
     accumulate: int
     num_iters: int | None
-    nan_policy: str
     resumed: Resumed | None = None
 
+    def left(self) -> int | None:
+        """The training steps that `num_iters` still allows; None: as many as there are."""
+        return None if self.num_iters is None else max(0, self.num_iters - self.cursor.iterations)
 
-def fit(run: Run, plan: FitPlan) -> None:
-    """Train for the plan's epochs."""
+    @property
+    def is_spent(self) -> bool:
+        """Whether `num_iters` is reached."""
+        return self.left() == 0
+
+
+def fit(run: Run, plan: FitPlan, agreement: Agreement) -> None:
+    """Train for the plan's epochs.
+
+    Raises:
+        Stopped: A signal has told the run to stop, and what is to be saved is saved.
+    """
     model, callbacks = run.model, run.callbacks
-    agreement = Agreement(model, plan.nan_policy)
-    remaining = plan.num_iters
     logs: dict[str, float] = {}
+    within = None
     run.stepper.begin(plan.resumed.form if plan.resumed else None)
     callbacks.call("on_train_begin")
     if plan.resumed is not None:
         callbacks.load_state_dict(plan.resumed.callbacks)
+        within = plan.resumed.within
     for epoch in range(plan.first_epoch, plan.last_epoch):
+        if within is None and plan.is_spent:
+            break
         rng.set_streams(rng.mix(run.seed, rng.EPOCH, epoch, group.get_rank()), run.stepper.device)
         callbacks.call("on_epoch_begin", epoch)
-        steps, logs = _train_epoch(run, plan, agreement, epoch, remaining)
-        remaining = remaining - steps if remaining is not None else None
-        last = epoch + 1 == plan.last_epoch or remaining == 0 or model.stop_training
+        if plan.resumed is not None and within is not None:
+            callbacks.load_state_dict(plan.resumed.callbacks)
+        logs = _train_epoch(run, plan, agreement, epoch, within)
+        within = None
+        last = epoch + 1 == plan.last_epoch or plan.is_spent or model.stop_training
         if plan.evaluation is not None and (last or (epoch + 1) % plan.eval_freq == 0):
-            logs |= {f"val_{name}": value for name, value in evaluate(run, plan.evaluation).items()}
+            values = evaluate(run, plan.evaluation, check_in=lambda: _check_in(run, plan, agreement))
+            logs |= {f"val_{name}": value for name, value in values.items()}
         run.stepper.end_epoch(logs)
         model.epochs_trained = epoch + 1
+        plan.cursor.leave()
+        if callbacks.savers:
+            plan.cursor.gather()
         callbacks.call("on_epoch_end", epoch, logs=logs)
-        if agreement.stops() or remaining == 0:
+        stops = agreement.stops()
+        _leave_if_told(run, plan, agreement)
+        if stops:
             break
     callbacks.call("on_train_end", logs=logs)
 
 
-def _train_epoch(
-    run: Run, plan: FitPlan, agreement: Agreement, epoch: int, remaining: int | None
-) -> tuple[int, dict[str, float]]:
-    """One pass over the training data; the steps taken, and the values over all ranks."""
-    model, stepper, callbacks, feed = run.model, run.stepper, run.callbacks, plan.train
+def _train_epoch(run: Run, plan: FitPlan, agreement: Agreement, epoch: int, within: Within | None) -> dict[str, float]:
+    """One pass over the training data, or the rest of one; the values over all ranks."""
+    model, stepper, callbacks, feed, cursor = run.model, run.stepper, run.callbacks, plan.train, plan.cursor
     tally = Tally(run.metrics, stepper.device)
-    rank = group.get_rank()
-    step = 0
-    for window in _windows(islice(feed.pieces(epoch), remaining), plan.accumulate):
+    start = BEGINNING
+    if within is not None:
+        start = within.start
+        tally.go_on_from(within.values)
+        stepper.begin_at(within.learning_rate)
+    cursor.enter(start, tally)
+    rank, step = group.get_rank(), start.step
+    for window in _windows(islice(feed.pieces(epoch, start), plan.left()), plan.accumulate):
+        cursor.set_out()
         window_total = sum(piece.total for piece in window)
         for number, piece in enumerate(window, 1):
             # Before the hook, so that what a callback draws has its place in the run too.
@@ -111,21 +132,66 @@ def _train_epoch(
                 stepper.update()
             if outcome is not None:
                 tally.update(outcome.loss, outcome.weight, outcome.outputs, labels)
+            if last:
+                model.steps_trained += len(window)
+                cursor.arrive(len(window))
             if callbacks.wants_batch_logs("train", step):
                 callbacks.call("on_train_batch_end", step, logs=tally.logs())
             step += 1
-        model.steps_trained += len(window)
-        if agreement.after_step(tally, epoch, step - 1):
+        if _ends_here(run, plan, agreement, tally, epoch, step - 1):
             break
     agreement.end_epoch(tally, epoch, step - 1)
+    _leave_if_told(run, plan, agreement)
     # BatchNorm's statistics are each rank's own until here; callbacks may use the network on any rank.
     stepper.sync(parameters=False)
     # The rate that the last step was taken with: an epoch's scheduler moves after this.
-    return step, tally.reduced() | {"lr": stepper.learning_rate}
+    return tally.reduced() | {"lr": stepper.learning_rate}
 
 
-def evaluate(run: Run, feed: Feed, num_iters: int | None = None) -> dict[str, float]:
-    """One pass without training; the values over all ranks."""
+def _ends_here(run: Run, plan: FitPlan, agreement: Agreement, tally: Tally, epoch: int, step: int) -> bool:
+    """At the edge of an optimizer step: save if that is due; whether the epoch ends here since a rank has asked for it.
+
+    Raises:
+        Stopped: By a signal.
+    """
+    stops = agreement.after_step(tally, epoch, step)
+    if agreement.saves or run.callbacks.saves_at(run.model.steps_trained):
+        agreement.before_save(tally, epoch, step)
+        _save(run, plan, stopping=False)
+    _leave_if_told(run, plan, agreement)
+    return stops
+
+
+def _check_in(run: Run, plan: FitPlan, agreement: Agreement) -> None:
+    """Between two steps of an evaluation within fit: it is given up where the run is told to stop."""
+    if agreement.in_evaluation():
+        _leave_if_told(run, plan, agreement)
+
+
+def _leave_if_told(run: Run, plan: FitPlan, agreement: Agreement) -> None:
+    """Save and leave, if all ranks have agreed on a signal."""
+    if agreement.signal:
+        _save(run, plan, stopping=True)
+        raise stopped_by(agreement.signal)
+
+
+def _save(run: Run, plan: FitPlan, stopping: bool) -> None:
+    """Let callbacks save at the edge of an optimizer step."""
+    plan.cursor.gather()
+    run.callbacks.save(stopping)
+
+
+def evaluate(
+    run: Run, feed: Feed, num_iters: int | None = None, check_in: Callable[[], None] | None = None
+) -> dict[str, float]:
+    """One pass without training; the values over all ranks.
+
+    Args:
+        run: Who takes part.
+        feed: The data.
+        num_iters: At most so many steps.
+        check_in: Called after each step, where every rank takes as many.
+    """
     stepper, callbacks = run.stepper, run.callbacks
     tally = Tally(run.metrics, stepper.device)
     step = -1
@@ -140,6 +206,8 @@ def evaluate(run: Run, feed: Feed, num_iters: int | None = None) -> dict[str, fl
                 tally.update(outcome.loss, outcome.weight, outcome.outputs, labels)
             if callbacks.wants_batch_logs("eval", step):
                 callbacks.call("on_eval_batch_end", step, logs=tally.logs())
+            if check_in is not None and feed.aligned:
+                check_in()
     values = tally.reduced()
     if not values:
         _refuse_empty("eval_data", step)

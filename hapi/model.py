@@ -162,8 +162,7 @@ class Model:
             global_batch_size: Samples per step over all processes, instead of `batch_size`.
             resume: True goes on from the newest whole checkpoint in `save_dir` (a fresh start if there is none), a
                 path from that one (of a folder: the newest in it), False never. None: only when a launcher has
-                restarted this process. `epochs` then
-                counts the whole run.
+                restarted this process. `epochs` then counts the whole run.
             seed: Of the shuffle order and of all that is drawn; by default drawn from torch's generator.
             nan_policy: "stop" raises on an infinite or NaN loss, "ignore" goes on.
 
@@ -232,8 +231,7 @@ class Model:
 
         Returns:
             The network's own output structure (tensor, tuple, dict), with tensors of n rows on the CPU in the data
-            set's
-            order, on every rank.
+            set's order, on every rank.
 
         Raises:
             ValueError: Rows differ in shape and cannot be stacked.
@@ -268,25 +266,29 @@ class Model:
         May be called on all ranks or on rank 0 alone; global rank 0 writes.
 
         Args:
-            path: Without ending; folders are made.
+            path: Without ending; folders are made. A path that ends in `.safetensors` (the extra `safetensors`) gets
+                the weights alone, in a format that has no checksum.
             training: False: write an inference program to `path.pt2` instead, as `export` does.
 
         Raises:
             TypeError: Something in it would be refused when loaded; the message names its key.
             OSError: The files cannot be written.
         """
-        if not training:
+        if not training and not str(path).endswith(".safetensors"):
             text = str(path)
             self.export(text if text.endswith((".pt2", ".onnx")) else f"{text.removesuffix('.pt')}.pt2")
         elif group.speaks_for_all():
-            counters = {"epochs_trained": self.epochs_trained, "steps_trained": self.steps_trained}
-            checkpoint.save(path, self.network, self._engine.training_state(counters))
+            checkpoint.write(path, self._snapshot())
+
+    def _snapshot(self) -> checkpoint.Snapshot:
+        counters = {"epochs_trained": self.epochs_trained, "steps_trained": self.steps_trained}
+        return checkpoint.take(self.network, self._engine.training_state(counters))
 
     def load(self, path: str | Path, skip_mismatch: bool = False, reset_optimizer: bool = False) -> None:
         """Load what `save` wrote, or the weights alone from a state dict of plain torch. Called on every rank.
 
         Args:
-            path: As it was given to `save`.
+            path: As it was given to `save`; or a file of weights, also `x.safetensors`.
             skip_mismatch: Skip missing, unexpected and wrongly shaped weights, with a warning that names them. The
                 training state is then left out as well.
             reset_optimizer: Load the weights alone.
@@ -392,8 +394,7 @@ class Model:
         if schedule is None:
             raise ValueError(
                 f"scheduler_interval was set to {interval!r}, but no scheduler was prepared whose steps it could "
-                "count. "
-                "Write model.prepare(optimizer, loss, scheduler=...)."
+                "count. Write model.prepare(optimizer, loss, scheduler=...)."
             )
         check_interval(interval)
         schedule.interval = interval

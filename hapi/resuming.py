@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from hapi import checkpoint, files
+from hapi import checkpoint, cursor, files
 from hapi.arguments import FitOptions
 from hapi.callbacks.terminal import say
+from hapi.data import Feed
 from hapi.distributed import group
 
 
@@ -40,6 +45,38 @@ def find(options: FitOptions, network: nn.Module) -> str | None:
             say(f"hapi: passed over {line}")
         say(f"hapi: resuming from {found}" if found else f"hapi: no checkpoint in {folder} to resume from")
     return found
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run that goes on takes over from its checkpoint, besides weights, optimizer and counters."""
+
+    form: list[Any] | None
+    """Of `Stepper.form`; None where the world has changed."""
+    callbacks: dict[str, Any]
+    within: cursor.Within | None
+    """Where in its first epoch it starts; None: at the beginning."""
+    iterations: int
+    """Training steps that it has taken."""
+
+
+def take_over(state: Mapping[str, Any], train: Feed) -> Resumed:
+    """What the run takes over from the training state of its checkpoint.
+
+    Args:
+        state: Of `Engine.training_state`.
+        train: The training data, which is told where it stands.
+    """
+    position = state["position"]
+    same_world = position["world_size"] == group.get_world_size()
+    within, iterations = None, 0
+    # None: saved outside a fit.
+    if position["cursor"] is not None:
+        within, remark = cursor.place(position["cursor"], train, same_world)
+        iterations = position["cursor"]["iterations"]
+        if remark is not None:
+            warnings.warn(f"The resumed run does not go on quite where it was: {remark}.", stacklevel=4)
+    return Resumed(position["form"] if same_world else None, state["callbacks"], within, iterations)
 
 
 def restore_threads(position: dict[str, object]) -> None:

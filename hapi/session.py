@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hapi import files, loop, modes, report, resuming, rng
+from hapi import files, loop, modes, report, resuming, rng, signals
+from hapi.agreement import Agreement
 from hapi.arguments import FitOptions, check_reading
 from hapi.callbacks import History
 from hapi.callbacks.base import CallbackList, default_callbacks
 from hapi.checks import positive_int
+from hapi.cursor import Cursor
 from hapi.data import Feed, Request, make_feed
 from hapi.data.make import DEFAULT_BATCH_SIZE, has_own_batches
 from hapi.distributed import group
@@ -53,8 +55,9 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
             "Write model.prepare(torch.optim.Adam(model.parameters(), lr=1e-3), loss) before it."
         )
     stepper = engine.ready()
-    seed, resumed = _start(model, options)
+    seed, state = _start(model, options)
     train, evaluation = _feeds(options, seed, train_data, eval_data, stepper.device)
+    resumed = None if state is None else resuming.take_over(state, train)
     params = _fit_params(model, options, train, evaluation, resumed is not None)
     if engine.prepared.schedule is not None:
         engine.prepared.schedule.check(params["metrics"])
@@ -64,27 +67,61 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
     )  # fmt: skip
     _refuse_unwritable([options.save_dir, *(getattr(callback, "save_dir", None) for callback in chosen)])
     run = loop.Run(model, engine.split, stepper, engine.prepared.metrics, CallbackList(chosen, model, params), seed)
+    cursor = Cursor(train, lambda: stepper.learning_rate, 0 if resumed is None else resumed.iterations)
     plan = loop.FitPlan(
-        train, evaluation, params["first_epoch"], params["last_epoch"], options.eval_freq,
-        options.accumulate_grad_batches, options.num_iters, options.nan_policy, resumed,
+        train, evaluation, cursor, params["first_epoch"], params["last_epoch"], options.eval_freq,
+        options.accumulate_grad_batches, options.num_iters, resumed,
     )  # fmt: skip
     model.stop_training = False
     stepper.sync(parameters=True)
     report.announce(stepper, train, options)
-    engine.seed = seed
-    with (
-        # Whatever context the script calls fit in.
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        engine.in_call(run.callbacks),
-        rng.isolated(stepper.device),
-        modes.training(model.network),
-    ):
+    engine.seed, engine.cursor = seed, cursor
+    with _training(model, run, plan) as stopping:
         engine.look_at_labels([train, evaluation])
-        loop.fit(run, plan)
+        loop.fit(run, plan, Agreement(model, options.nan_policy, stopping, run.callbacks.wants_save))
     # Files that rank 0 wrote are there for every rank once fit has returned.
     group.barrier()
     return next(callback for callback in chosen if isinstance(callback, History))
+
+
+@contextmanager
+def _training(model: Model, run: loop.Run, plan: loop.FitPlan) -> Iterator[signals.StopSignals]:
+    """What surrounds the loop of a fit; gives the stop signals that arrive within."""
+    stopping = signals.StopSignals()
+    with (
+        _leaving_in_order(),
+        stopping.watched(),
+        _reading(plan.train, plan.evaluation),
+        # Whatever context the script calls fit in.
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        model._engine.in_call(run.callbacks),
+        rng.isolated(run.stepper.device),
+        modes.training(model.network),
+    ):
+        yield stopping
+
+
+@contextmanager
+def _reading(*feeds: Feed | None) -> Iterator[None]:
+    """Within, workers may read data ahead."""
+    try:
+        yield
+    finally:
+        for feed in feeds:
+            if feed is not None:
+                feed.close()
+
+
+@contextmanager
+def _leaving_in_order() -> Iterator[None]:
+    """A run that was told to stop ends its process when every rank has done what it had to do, and no notebook."""
+    try:
+        yield
+    except signals.Stopped:
+        group.barrier()
+        if not signals.is_interactive():
+            raise
 
 
 def evaluate(model: Model, data: Any, callbacks: Any, options: PassOptions, num_iters: int | None) -> dict[str, float]:
@@ -129,7 +166,7 @@ def _single_pass(model: Model, data: Any, callbacks: Any, options: PassOptions) 
     run = loop.Run(model, engine.split, stepper, engine.prepared.metrics, CallbackList(chosen, model, params), seed)
     if not engine.running:
         stepper.sync(parameters=True)
-    with engine.in_call(run.callbacks), rng.isolated(stepper.device):
+    with _reading(feed), engine.in_call(run.callbacks), rng.isolated(stepper.device):
         yield run, feed
 
 
@@ -180,8 +217,8 @@ def _requests(options: FitOptions, seed: int, train_data: Any, eval_data: Any) -
     )
 
 
-def _start(model: Model, options: FitOptions) -> tuple[int, loop.Resumed | None]:
-    """The run's seed; where it goes on from a checkpoint, load that, and give what the loop takes over."""
+def _start(model: Model, options: FitOptions) -> tuple[int, dict[str, Any] | None]:
+    """The run's seed; where it goes on from a checkpoint, load that, and give its training state."""
     # Drawn in any case, so that the script's own stream goes on alike.
     seed = group.broadcast_object(rng.draw_seed() if options.seed is None else options.seed)
     source = resuming.find(options, model.network)
@@ -193,10 +230,8 @@ def _start(model: Model, options: FitOptions) -> tuple[int, loop.Resumed | None]
             f"resume found weights at {source}, but no training state that belongs to them, so the run cannot go on. "
             "Resume from a checkpoint that fit or save has written, or load the weights by model.load and start anew."
         )
-    position = state["position"]
-    resuming.restore_threads(position)
-    same_world = position["world_size"] == group.get_world_size()
-    return position["seed"], loop.Resumed(position["form"] if same_world else None, state["callbacks"])
+    resuming.restore_threads(state["position"])
+    return state["position"]["seed"], state
 
 
 def _fit_params(

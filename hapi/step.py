@@ -115,12 +115,18 @@ class Stepper:
         Args:
             form: What `form` gave in the process that a resumed run goes on from, else None.
         """
-        self._form = None if form is None else _Form(*form)
+        self._form = None
+        if form is not None and form[2] == self.prepared.objective.counts:
+            self._form = _Form(*form[:2])
         synced = any(isinstance(module, nn.SyncBatchNorm) for module in self.network.modules())
         self._meets_in_forward, self._without_samples = synced and self._world_size > 1, None
         self.exchange.begin()
         self._parameters = list(self.exchange.replica.parameters())
         self.clear()
+
+    def begin_at(self, learning_rate: float) -> None:
+        """Called where a run goes on within an epoch: the rate that its last step was taken with."""
+        self._last_rate = learning_rate
 
     def forget_form(self) -> None:
         """Called before a batch that belongs to no fit: what a fit has found of its losses does not hold for it."""
@@ -129,7 +135,7 @@ class Stepper:
     @property
     def form(self) -> list[Any] | None:
         """How losses weigh, as this run has found out, for `begin` after a restart."""
-        return None if self._form is None else list(self._form)
+        return None if self._form is None else [*self._form, self.prepared.objective.counts]
 
     def backward(
         self, inputs: Inputs | None, labels: Any, size: int, window_total: int | None, last: bool

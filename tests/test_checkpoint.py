@@ -279,6 +279,9 @@ def test_a_loaded_model_goes_on_to_the_bit(tmp_path: Path, options: dict[str, An
     straight.save(tmp_path / "straight")
     second.save(tmp_path / "second")
     one, other = (torch.load(tmp_path / f"{name}.opt.pt") for name in ("straight", "second"))
+    for content in (one, other):
+        # Of the last fit, and one of them has called it twice.
+        del content["position"]["cursor"]
     for part in ("scheduler", "scaler", "counters", "position"):
         assert equal(one[part], other[part])
 
@@ -568,4 +571,4 @@ def test_the_best_model_is_that_of_the_best_epoch(tmp_path: Path) -> None:
     assert same_weights(one.network, other.network)
     assert one.evaluate((X, Y), verbose=0)["loss"] == pytest.approx(min(values["val_loss"]))
     callbacks = torch.load(tmp_path / "final.opt.pt")["callbacks"]
-    assert callbacks["ModelCheckpoint.0"] == {"best": min(values["val_loss"])}
+    assert callbacks["ModelCheckpoint.0"]["best"] == min(values["val_loss"])

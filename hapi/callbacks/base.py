@@ -125,7 +125,25 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned; when a fit resumes, right after `on_train_begin`."""
+        """Go on from what `state_dict` returned; when a fit resumes, right after `on_train_begin`.
+
+        Within an epoch it comes once more after that epoch's `on_epoch_begin`, which may have set things back.
+        """
+
+
+class Saver(Callback):
+    """A callback that saves at edges of optimizer steps, within an epoch too. All ranks decide alike."""
+
+    def saves_at(self, steps_trained: int) -> bool:
+        """Whether it saves after so many steps; asked after each optimizer step."""
+        return False
+
+    def wants_save(self) -> bool:
+        """Whether it is time to save; asked on every rank, about twice a second."""
+        return False
+
+    def save_within(self, stopping: bool) -> None:
+        """Save: it was due, or the run is told to stop."""
 
 
 _KINDS = ("train", "eval", "predict")
@@ -157,6 +175,7 @@ class CallbackList:
         for callback in self.callbacks:
             callback.set_params(dict(params))
             callback.set_model(model)
+        self.savers = [callback for callback in self.callbacks if isinstance(callback, Saver)]
         # Most callbacks leave most batch hooks alone: those cost nothing in a step.
         self._batch_hooks = {
             hook: [callback for callback in self.callbacks if _overrides(callback, hook)] for hook in _BATCH_HOOKS
@@ -189,6 +208,19 @@ class CallbackList:
             step: The step's number, from 0.
         """
         return any(_is_due(callback, step) for callback in self._batch_hooks[f"on_{kind}_batch_end"])
+
+    def saves_at(self, steps_trained: int) -> bool:
+        """Whether any callback saves after so many steps."""
+        return any(saver.saves_at(steps_trained) for saver in self.savers)
+
+    def wants_save(self) -> bool:
+        """Whether it is time to save for any of them, as this rank sees it."""
+        return any(saver.wants_save() for saver in self.savers)
+
+    def save(self, stopping: bool) -> None:
+        """Let them save at the edge of an optimizer step."""
+        for saver in self.savers:
+            saver.save_within(stopping)
 
     def state_dict(self) -> dict[str, Any]:
         """The callbacks' states, by class and number within the class: ``"EarlyStopping.0"``."""

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from hapi.callbacks.base import LAST, Callback, Logs
+from hapi import checkpoint
+from hapi.callbacks.base import LAST, Logs, Saver
 from hapi.callbacks.monitor import Monitor
+from hapi.callbacks.retention import Retention
 from hapi.callbacks.terminal import note
+from hapi.distributed import group
+from hapi.writer import Writer
 
 
-class ModelCheckpoint(Callback):
+class ModelCheckpoint(Saver):
     """Saves the model: ``{epoch}`` after epochs, ``final`` at the end, ``best_model`` at each best value.
 
-    It comes after all other callbacks, so that a checkpoint holds their state of the same moment.
+    It comes after all other callbacks, so that a checkpoint holds their state of the same moment. Within epochs it
+    saves ``step_{n}``, n the steps trained so far, at edges of optimizer steps: where asked for below, and when the run
+    is told to stop by SIGTERM, SIGUSR1 or Ctrl-C.
 
     Args:
         save_freq: Save ``{epoch}`` every so many epochs, counted from 1, and after the last. None: fit's.
@@ -22,9 +31,20 @@ class ModelCheckpoint(Callback):
         monitor: The key in epoch logs that decides which model is the best. None: no ``best_model``.
         mode: ``"min"``, ``"max"``, or ``"auto"``: told from the name.
         verbose: 1: a line for each file. 0: none.
+        every_n_steps: Also save ``step_{n}`` each time so many steps (batches a rank) are done.
+        every_seconds: Also save ``step_{n}`` after so many seconds, by rank 0's clock, seen about twice a second.
+        keep_last: How many of ``{epoch}`` and ``step_{n}`` to keep, the newest. None: every ``{epoch}``, and
+            the newest ``step_{n}`` until an epoch's follows. Only what this run has saved is ever deleted.
+        save_top_k: How many best models to keep: ``best_model``, and with more than one ``top_{epoch}`` for each of the
+            k best epochs.
+        asynchronous: Copy the state and write it in a thread, while training goes on. It takes the memory of one more
+            checkpoint.
+        on_save_error: ``"stop"``: a save that fails (a full disk, a folder that is gone) raises ``OSError`` on all
+            ranks. ``"continue"``: it warns, and training goes on.
 
     Raises:
-        ValueError: ``save_freq`` is below 1, ``mode`` is unknown or cannot be told from the name.
+        ValueError: A number is not positive, ``mode`` or ``on_save_error`` is unknown, ``save_top_k`` lacks a
+            ``monitor``.
     """
 
     _place = LAST
@@ -36,15 +56,30 @@ class ModelCheckpoint(Callback):
         monitor: str | None = None,
         mode: str = "auto",
         verbose: int = 0,
+        *,
+        every_n_steps: int | None = None,
+        every_seconds: float | None = None,
+        keep_last: int | None = None,
+        save_top_k: int = 1,
+        asynchronous: bool = False,
+        on_save_error: str = "stop",
     ) -> None:
-        whole = isinstance(save_freq, int) and not isinstance(save_freq, bool) and save_freq >= 1
-        if save_freq is not None and not whole:
-            raise ValueError(
-                f"ModelCheckpoint received save_freq={save_freq!r}: it counts whole epochs from 1. Write save_freq=1."
-            )
+        counts = {
+            "save_freq": save_freq, "every_n_steps": every_n_steps, "keep_last": keep_last, "save_top_k": save_top_k
+        }  # fmt: skip
+        for name, value in counts.items():
+            _check_count(name, value)
+        _check_rest(every_seconds, on_save_error, save_top_k, monitor)
         self.save_freq, self.save_dir, self.monitor, self.verbose = save_freq, save_dir, monitor, verbose
+        self.every_n_steps, self.every_seconds = every_n_steps, every_seconds
+        self.keep_last, self.save_top_k = keep_last, save_top_k
+        self.on_save_error = on_save_error
         self._watch = Monitor("ModelCheckpoint", monitor, mode) if monitor is not None else None
+        self._writer = Writer() if asynchronous else None
+        self._retention = Retention(keep_last, save_top_k)
         self._unsaved: int | None = None
+        self._saved_at = 0
+        self._since = 0.0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Start anew."""
@@ -54,6 +89,8 @@ class ModelCheckpoint(Callback):
                 'save_dir="checkpoints") or ModelCheckpoint(save_dir="checkpoints").'
             )
         self._unsaved = None
+        self._retention = Retention(self.keep_last, self.save_top_k)
+        self._saved_at, self._since = self.model.steps_trained, time.monotonic()
         if self._watch is not None:
             self._watch.check(self.params)
             self._watch.best = None
@@ -62,9 +99,7 @@ class ModelCheckpoint(Callback):
         """Save what is due."""
         number = epoch + 1
         if self._watch is not None:
-            value = (logs or {}).get(self._watch.name)
-            if value is not None and self._watch.improves(float(value)):
-                self._save("best_model")
+            self._save_best(number, (logs or {}).get(self._watch.name))
         self._unsaved = number
         save_freq = self.save_freq or self.params.get("save_freq") or 1
         if number % save_freq == 0 or number == self.params.get("last_epoch"):
@@ -75,22 +110,137 @@ class ModelCheckpoint(Callback):
         if self._unsaved is not None:
             self._save_epoch(self._unsaved)
         self._save("final")
+        self._finish()
+
+    def on_exception(self, exc: BaseException) -> None:
+        """Let a save that is under way come to its end."""
+        if self._writer is not None:
+            error = self._writer.wait()
+            if error is not None:
+                warnings.warn(f"ModelCheckpoint: {error}", stacklevel=2)
+
+    def saves_at(self, steps_trained: int) -> bool:
+        """See `Saver.saves_at`."""
+        freq = self.every_n_steps
+        return freq is not None and steps_trained // freq > self._saved_at // freq
+
+    def wants_save(self) -> bool:
+        """See `Saver.wants_save`. Rank 0's clock decides."""
+        due = self.every_seconds is not None and time.monotonic() - self._since >= self.every_seconds
+        return due and group.speaks_for_all()
+
+    def save_within(self, stopping: bool) -> None:
+        """See `Saver.save_within`."""
+        steps = self.model.steps_trained
+        # Stopped right where it has saved, there is nothing new; another callback's wish is not its own.
+        if self._saved_at != steps and (stopping or self.saves_at(steps) or self.every_seconds is not None):
+            self._save_periodic(f"step_{steps}")
+        if stopping:
+            self._finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value."""
-        return {"best": self._watch.best} if self._watch is not None else {}
+        """The best value, and which files are its own."""
+        best = {"best": self._watch.best} if self._watch is not None else {}
+        return {**best, **self._retention.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         if self._watch is not None:
-            self._watch.best = state["best"]
+            self._watch.best = state.get("best")
+        self._retention.load_state_dict(state)
+
+    def _save_best(self, number: int, value: Any) -> None:
+        if self._watch is None or value is None:
+            return
+        enters = self._retention.enters(float(value), f"top_{number}", self._watch.rising)
+        if self._watch.improves(float(value)):
+            self._save("best_model")
+        if enters:
+            self._save(f"top_{number}")
 
     def _save_epoch(self, number: int) -> None:
         self._unsaved = None
-        self._save(str(number))
+        self._save_periodic(str(number))
+
+    def _save_periodic(self, name: str) -> None:
+        self._saved_at, self._since = self.model.steps_trained, time.monotonic()
+        self._retention.add(name)
+        self._save(name)
 
     def _save(self, name: str) -> None:
-        save_dir = self.save_dir if self.save_dir is not None else self.params["save_dir"]
-        path = os.path.join(save_dir, name)
-        self.model.save(path)
-        note(self.verbose, self.params, f"ModelCheckpoint: saved {path}")
+        """Save under a name, then delete what is not to be kept any more. Called on all ranks."""
+        folder = Path(self.save_dir if self.save_dir is not None else self.params["save_dir"])
+        dropped = self._retention.dropped()
+        path = os.path.join(folder, name)
+        if self._on_rank_0(lambda: self._write(path, folder, dropped)):
+            note(self.verbose, self.params, f"ModelCheckpoint: saved {path}")
+
+    def _write(self, path: str, folder: Path, dropped: list[str]) -> None:
+        def write() -> None:
+            checkpoint.write(path, snapshot)
+            for name in dropped:
+                checkpoint.remove(folder / name)
+
+        snapshot = self.model._snapshot()
+        if self._writer is None:
+            write()
+            return
+        snapshot = snapshot.copied()
+        error = self._writer.wait()
+        if error is None or self.on_save_error == "continue":
+            self._writer.start(write)
+        if error is not None:
+            raise error
+
+    def _finish(self) -> None:
+        """Wait for the last save, and agree on what became of it."""
+        if self._writer is not None:
+            self._on_rank_0(self._raise_pending)
+
+    def _raise_pending(self) -> None:
+        error = self._writer.wait() if self._writer is not None else None
+        if error is not None:
+            raise error
+
+    def _on_rank_0(self, save: Callable[[], None]) -> bool:
+        """Run it on rank 0; what it raises stops all ranks, which would wait for rank 0 otherwise."""
+        error: Exception | None = None
+        if group.speaks_for_all():
+            try:
+                save()
+            except Exception as raised:
+                error = raised
+        told = group.broadcast_object(None if error is None else (isinstance(error, OSError), str(error)))
+        if told is None:
+            return True
+        is_of_disk, text = told
+        if is_of_disk and self.on_save_error == "continue":
+            if error is not None:
+                warnings.warn(f"ModelCheckpoint goes on without this checkpoint: {text}", stacklevel=2)
+            return False
+        if error is not None:
+            raise error
+        raise OSError(text) if is_of_disk else RuntimeError(f"Rank 0 could not save: {text}")
+
+
+def _check_count(name: str, value: Any) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if value is not None and not whole:
+        raise ValueError(f"ModelCheckpoint received {name}={value!r}: it counts from 1. Write {name}=1.")
+
+
+def _check_rest(every_seconds: Any, on_save_error: str, save_top_k: int, monitor: str | None) -> None:
+    if every_seconds is not None and (isinstance(every_seconds, bool) or not every_seconds > 0):
+        raise ValueError(
+            f"ModelCheckpoint received every_seconds={every_seconds!r}, which is no time to wait. "
+            "Write every_seconds=600."
+        )
+    if on_save_error not in ("stop", "continue"):
+        raise ValueError(
+            f'ModelCheckpoint received on_save_error={on_save_error!r}, which is unknown. Write "stop" or "continue".'
+        )
+    if save_top_k > 1 and monitor is None:
+        raise ValueError(
+            f"ModelCheckpoint received save_top_k={save_top_k} without monitor, so nothing says which models are the "
+            'best. Write ModelCheckpoint(monitor="val_loss", save_top_k=3).'
+        )

@@ -35,6 +35,20 @@ class Piece(NamedTuple):
     positions of single rows."""
 
 
+class Start(NamedTuple):
+    """Where in an epoch a pass starts: at its beginning, or where an earlier process has left it."""
+
+    step: int = 0
+    """Steps taken before, each a batch a rank."""
+    taken: int = 0
+    """What they took of the order that all ranks share: samples, or batches where the data decides about them."""
+    data: Any = None
+    """What `Feed.state` gave in that process."""
+
+
+BEGINNING = Start()
+
+
 class Feed(ABC):
     """The data of one pass, as this process sees it.
 
@@ -43,15 +57,24 @@ class Feed(ABC):
         samples: Samples per epoch over all ranks, or None.
         global_batch: Samples per step over all ranks, the last one aside; None where the data decides it.
         ordered: Whether `Piece.position` gives the data set's own order; otherwise ranks' rows come in turn.
+        aligned: Whether every rank takes as many steps as the others, in evaluation too.
+        stride: What a step takes of the order that all ranks share, counted as in `Start.taken`; None where each rank
+            has an order of its own, in which another number of ranks cannot go on.
+        unit: What that order is made of: "samples", or "batches" that the data decides about; "parts" where the ranks
+            have orders of their own. A run cannot go on in the middle of another kind of order.
     """
 
     steps: int | None = None
     samples: int | None = None
     global_batch: int | None = None
     ordered: bool = True
+    aligned: bool = False
+    stride: int | None = None
+    unit: str = "parts"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._reading: Iterator[Any] | None = None
 
     @property
     def batch_size(self) -> int | None:
@@ -62,8 +85,35 @@ class Feed(ABC):
         return self.global_batch // world_size
 
     @abstractmethod
-    def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
-        """The pieces of an epoch, from step `start` on. Every rank takes the same number of them."""
+    def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
+        """The pieces of an epoch. In training every rank takes the same number of them."""
+
+    def state(self, within: bool) -> Any:
+        """What only the data knows of its place, for `Start.data`: plain values, None where there is nothing.
+
+        Args:
+            within: Whether an epoch is under way. Otherwise it is asked for before the next one starts.
+        """
+        return None
+
+    def restore(self, state: Any) -> None:
+        """Take over what `state` gave between two epochs."""
+        return None
+
+    def read(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Start a pass over a loader of ours, whose workers `close` ends."""
+        self._reading = iter(loader)
+        return self._reading
+
+    def close(self) -> None:
+        """End the workers.
+
+        They leave signals to this process, the one with which `multiprocessing` ends them at exit included. After an
+        error its traceback keeps the loader alive until then, and this process would wait for its workers for ever.
+        """
+        shut_down = getattr(self._reading, "_shutdown_workers", None)
+        if shut_down is not None:
+            shut_down()
 
     def labels(self) -> torch.Tensor | None:
         """All labels, (n,) int64, where they lie in memory; None where they would have to be read."""
@@ -84,13 +134,14 @@ class SourceFeed(Feed):
         self.steps = order.steps
         self.samples = order.samples
         self.global_batch = order.global_batch
+        self.aligned, self.stride, self.unit = True, order.global_batch, "samples"
         self._pin = device.type == "cuda"
 
-    def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
+    def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
         """See `Feed.pieces`."""
         set_epoch(self._source, epoch)
         fetch = self._source.fetch_batch
-        for position, (indices, total, _) in self._order.numbered(epoch, start):
+        for position, (indices, total, _) in self._order.numbered(epoch, start.step, start.taken):
             size = len(indices)
             batch = None
             if size:
@@ -127,16 +178,17 @@ class DatasetFeed(Feed):
         self.steps = order.steps
         self.samples = order.samples
         self.global_batch = order.global_batch
+        self.aligned, self.stride, self.unit = True, order.global_batch, "samples"
 
-    def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
+    def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
         """See `Feed.pieces`."""
         set_epoch(self._dataset, epoch)
         self._sampler.refill(
             Keyed(share.indices.tolist(), share.key, epoch)
-            for share in self._order.shares(epoch, start)
+            for share in self._order.shares(epoch, start.step, start.taken)
             if len(share.indices)
         )
-        loaded = iter(self._loader)
-        for position, (indices, total, _) in self._order.numbered(epoch, start):
+        loaded = self.read(self._loader)
+        for position, (indices, total, _) in self._order.numbered(epoch, start.step, start.taken):
             size = len(indices)
             yield Piece(next(loaded) if size else None, size, total, position)

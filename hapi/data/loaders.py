@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_
 from hapi import batch as batches
 from hapi import rng
 from hapi.data.epochs import set_epoch
-from hapi.data.feeds import Feed, Piece
+from hapi.data.feeds import BEGINNING, Feed, Piece, Start
 from hapi.data.streams import (
     IterableFeed,
     PositionedCollate,
@@ -76,18 +76,54 @@ class OwnOrderFeed(Feed):
         self.ordered = group.get_world_size() == 1
         if self.ordered:
             self.steps = _length(loader)
+        self._generators = _Generators(loader)
 
-    def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
+    def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
         """See `Feed.pieces`."""
         set_epoch(self._given, epoch)
+        self._generators.begin(start.data)
         order = enumerate(drawn_alike(_Order(self._given), self._seed, epoch))
         rank = group.get_rank()
         self._sampler.refill(
             Keyed(indices, rng.mix(self._seed, rng.FETCH, epoch, number, rank), epoch)
-            for number, indices in islice(order, start, None)
+            for number, indices in islice(order, start.step, None)
         )
-        numbered = enumerate(self._loader, start)
+        numbered = enumerate(self.read(self._loader), start.step)
         return in_step(((batch, batches.size_of(batch), n) for n, batch in numbered), self._lockstep)
+
+    def state(self, within: bool) -> Any:
+        """See `Feed.state`."""
+        return self._generators.state(within)
+
+    def restore(self, state: Any) -> None:
+        """See `Feed.restore`."""
+        self._generators.restore(state)
+
+
+class _Generators:
+    """The generators that a loader and its samplers were given: their course decides the order of later epochs."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        batch_sampler = loader.batch_sampler
+        owners = (loader, loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+        found = (getattr(owner, "generator", None) for owner in owners)
+        # One may be in several places.
+        self._all = list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+        self._before: list[torch.Tensor] = []
+
+    def begin(self, before: Any) -> None:
+        """An epoch's order is about to be drawn; anew, if it is one that an earlier process had begun."""
+        self.restore(before)
+        self._before = [generator.get_state() for generator in self._all]
+
+    def state(self, within: bool) -> list[torch.Tensor] | None:
+        """Their states before the order of the epoch under way was drawn, or between two epochs."""
+        return (self._before if within else [one.get_state() for one in self._all]) or None
+
+    def restore(self, states: Any) -> None:
+        """Set them to what `state` gave."""
+        for generator, state in zip(self._all, states or (), strict=False):
+            generator.set_state(state)
 
 
 class _Order:
@@ -132,22 +168,33 @@ class SharedLoaderFeed(Feed):
             self.samples = len(loader.sampler)
         length = _length(loader)
         self.steps = None if length is None else -(-length // self._world_size)
+        self.aligned, self.stride, self.unit = self._sizes_known, self._world_size, "batches"
+        self._generators = _Generators(loader)
 
-    def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
+    def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
         """See `Feed.pieces`."""
         set_epoch(self._given, epoch)
+        self._generators.begin(start.data)
         planned = self._planned(epoch, start)
         if self._sizes_known:
             return planned
         local = ((p.batch, batches.size_of(p.batch), p.position) for p in planned if p.batch is not None)
         return in_step(local, self._lockstep)
 
-    def _planned(self, epoch: int, start: int) -> Iterator[Piece]:
+    def state(self, within: bool) -> Any:
+        """See `Feed.state`."""
+        return self._generators.state(within)
+
+    def restore(self, state: Any) -> None:
+        """See `Feed.restore`."""
+        self._generators.restore(state)
+
+    def _planned(self, epoch: int, start: Start) -> Iterator[Piece]:
         """The pieces with sizes as the indices tell them."""
-        rounds = islice(self._rounds(epoch), start, None)
+        rounds = self._rounds(epoch, start.taken)
         ahead: deque[list[Any]] = deque()
         waiting: deque[Any] = deque()
-        step = start
+        step = start.step
 
         def take_rounds() -> None:
             # The loader asks for batches ahead of time and at its own moments. Broadcasts happen here alone, at the
@@ -161,7 +208,7 @@ class SharedLoaderFeed(Feed):
 
         take_rounds()
         self._sampler.refill(iter(lambda: waiting.popleft() if waiting else None, None))
-        loaded = iter(self._loader)
+        loaded = self.read(self._loader)
         while ahead:
             dealt = ahead.popleft()
             mine = self._rank < len(dealt)
@@ -172,10 +219,11 @@ class SharedLoaderFeed(Feed):
             take_rounds()
             yield Piece(batch, sizes[self._rank] if mine else 0, sum(sizes), position)
 
-    def _rounds(self, epoch: int) -> Iterator[list[Any]]:
-        """The batches of indices of each step, one a rank; fewer in the last."""
+    def _rounds(self, epoch: int, taken: int) -> Iterator[list[Any]]:
+        """The batches of indices of each step after so many batches, one a rank; fewer in the last."""
         per_broadcast = _BATCHES_PER_BROADCAST * self._world_size
-        drawn = drawn_alike(_Order(self._given) if self._rank == 0 else (), self._seed, epoch, per_broadcast)
+        order = _Order(self._given) if self._rank == 0 else ()
+        drawn = islice(drawn_alike(order, self._seed, epoch, per_broadcast), taken, None)
         while True:
             chunk = group.broadcast_object(list(islice(drawn, per_broadcast)))
             for first in range(0, len(chunk), self._world_size):

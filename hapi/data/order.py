@@ -92,12 +92,20 @@ class GlobalOrder:
         self.steps = length // global_batch if drop_last else -(-length // global_batch)
         self.samples = self.steps * global_batch if drop_last else length
 
-    def shares(self, epoch: int, start: int = 0) -> Iterator[Share]:
-        """This rank's part of each step of an epoch, from step `start` on."""
+    def shares(self, epoch: int, start: int = 0, taken: int | None = None) -> Iterator[Share]:
+        """This rank's part of each step of an epoch.
+
+        Args:
+            epoch: Which.
+            start: The number of the first step.
+            taken: How many samples the steps before it have taken; None: as many as they take with this global batch.
+        """
         permutation = self._permutation(epoch)
-        for step in range(start, self.steps):
-            first = step * self.global_batch
+        firsts = range(start * self.global_batch if taken is None else taken, self._length, self.global_batch)
+        for step, first in enumerate(firsts, start):
             total = min(self.global_batch, self._length - first)
+            if self._drop_last and total < self.global_batch:
+                return
             begin, end = self._part(total)
             indices = (
                 torch.arange(first + begin, first + end)
@@ -106,9 +114,9 @@ class GlobalOrder:
             )
             yield Share(indices, total, rng.mix(self._seed, self._purpose, epoch, step * self._world_size + self._rank))
 
-    def numbered(self, epoch: int, start: int = 0) -> Iterator[tuple[int, Share]]:
+    def numbered(self, epoch: int, start: int = 0, taken: int | None = None) -> Iterator[tuple[int, Share]]:
         """The shares with their numbers among all ranks' batches: the order in which their rows belong together."""
-        for step, share in enumerate(self.shares(epoch, start), start):
+        for step, share in enumerate(self.shares(epoch, start, taken), start):
             yield step * self._world_size + self._rank, share
 
     def _part(self, total: int) -> tuple[int, int]:

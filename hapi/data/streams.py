@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from itertools import count, islice
@@ -14,7 +16,7 @@ from torch.utils.data._utils import worker as torch_worker
 from hapi import batch as batches
 from hapi import rng
 from hapi.data.epochs import set_epoch
-from hapi.data.feeds import Feed, Piece
+from hapi.data.feeds import BEGINNING, Feed, Piece, Start
 from hapi.distributed import group
 
 T = TypeVar("T")
@@ -22,7 +24,7 @@ Local = tuple[Any, int, int | torch.Tensor]
 """A batch of this rank, its samples, its position."""
 
 
-def in_step(local: Iterator[Local], lockstep: bool) -> Iterator[Piece]:
+def in_step(local: Iterator[Local], lockstep: bool, skipped: int = 0) -> Iterator[Piece]:
     """This rank's batches as pieces that end together on all ranks.
 
     Who still has data is agreed by one asynchronous sum a step, begun a step ahead: a rank whose data has ended goes
@@ -31,9 +33,10 @@ def in_step(local: Iterator[Local], lockstep: bool) -> Iterator[Piece]:
     Args:
         local: This rank's own batches.
         lockstep: Whether the ranks must take the same number of steps (training). Otherwise each goes to its own end.
+        skipped: How many of the batches an earlier process has trained on.
     """
     # A batch without samples (all filtered out by a collate function) is no step, and no end either.
-    local = (entry for entry in local if entry[1])
+    local = islice((entry for entry in local if entry[1]), skipped, None)
     if not lockstep or group.get_world_size() == 1:
         for batch, size, position in local:
             yield Piece(batch, size, size, position)
@@ -68,7 +71,11 @@ def drawn_alike(data: Iterable[T], seed: int, epoch: int, at_once: int = 1) -> I
 
 
 class SelfShardedFeed(Feed):
-    """A loader, or any iterable of batches, that is taken as it is: it shards itself, or there is one process."""
+    """A loader, or any iterable of batches, that is taken as it is: it shards itself, or there is one process.
+
+    One with `state_dict` and `load_state_dict`, as torchdata's StatefulDataLoader, is asked after each batch where it
+    stands; of any other, what an earlier process has trained on is read again.
+    """
 
     def __init__(self, loader: Iterable[Any], device: torch.device, seed: int, lockstep: bool) -> None:
         super().__init__(device)
@@ -78,14 +85,49 @@ class SelfShardedFeed(Feed):
         self.ordered = group.get_world_size() == 1
         if self.ordered and isinstance(loader, Sized) and not _is_iterable_loader(loader):
             self.steps = len(loader)
+        self._states: deque[Any] = deque(maxlen=2)
+        self._taken = self._given = 0
 
-    def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
+    def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
         """See `Feed.pieces`."""
         set_epoch(self._loader, epoch)
         # Whoever shuffles all of the data before taking a part of it counts on equal generators, as scripts have them.
         rng.set_streams(rng.mix(self._seed, rng.ORDER, epoch))
-        numbered = enumerate(islice(iter(self._loader), start, None), start)
-        return in_step(((batch, batches.size_of(batch), n) for n, batch in numbered), self._lockstep)
+        self._states.clear()
+        self._taken = self._given = start.step
+        if start.data is not None:
+            self.restore(start.data)
+        skipped = start.step if start.data is None else 0
+        for piece in in_step(self._numbered(start.step - skipped), self._lockstep, skipped):
+            self._given += 1
+            yield piece
+
+    def _numbered(self, first: int) -> Iterator[Local]:
+        for number, batch in enumerate(self._loader, first):
+            if self._is_stateful():
+                self._states.append(copy.deepcopy(self._stateful().state_dict()))
+            self._taken = number + 1
+            yield batch, batches.size_of(batch), number
+
+    def state(self, within: bool) -> Any:
+        """See `Feed.state`. A batch that is read ahead belongs to the next process."""
+        if not self._is_stateful():
+            return None
+        if not within or not self._states:
+            return self._stateful().state_dict()
+        ahead = min(self._taken - self._given, len(self._states) - 1)
+        return self._states[-1 - max(0, ahead)]
+
+    def restore(self, state: Any) -> None:
+        """See `Feed.restore`."""
+        if state is not None and self._is_stateful():
+            self._stateful().load_state_dict(state)
+
+    def _is_stateful(self) -> bool:
+        return hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict")
+
+    def _stateful(self) -> Any:
+        return self._loader
 
 
 class LocalFeed(Feed):
@@ -105,13 +147,18 @@ class LocalFeed(Feed):
         if self.ordered:
             self.steps, self.samples = own.steps, own.samples
 
-    def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
+    def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
         """See `Feed.pieces`."""
-        return in_step(((p.batch, p.size, p.position) for p in self._own.pieces(epoch, start)), self._lockstep)
+        own = start._replace(taken=start.step * (self._own.stride or 0))
+        return in_step(((p.batch, p.size, p.position) for p in self._own.pieces(epoch, own)), self._lockstep)
 
     def place(self, batch: Any) -> Any:
         """See `Feed.place`."""
         return self._own.place(batch)
+
+    def close(self) -> None:
+        """See `Feed.close`."""
+        self._own.close()
 
 
 class BatchesFeed(Feed):
@@ -123,22 +170,21 @@ class BatchesFeed(Feed):
         self._seed = seed
         self._world_size = group.get_world_size()
         self._rank = group.get_rank()
+        self.aligned, self.stride, self.unit = True, self._world_size, "batches"
         if isinstance(data, Sized):
             self.steps = -(-len(data) // self._world_size)
 
-    def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
+    def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
         """See `Feed.pieces`."""
         set_epoch(self._data, epoch)
-        # Every rank walks through all of it.
+        # Every rank walks through all of it. A batch without samples is none.
         all_batches = self._data if isinstance(self._data, list) else self._drawn(epoch)
-        stream = islice(all_batches, start * self._world_size, None)
-        position = start * self._world_size + self._rank
+        sized = ((batch, size) for batch in all_batches if (size := batches.size_of(batch)))
+        stream = islice(sized, start.taken, None)
+        position = start.taken + self._rank
         while dealt := list(islice(stream, self._world_size)):
-            sizes = [batches.size_of(batch) for batch in dealt]
-            size = sizes[self._rank] if self._rank < len(dealt) else 0
-            if sum(sizes):
-                # A batch without samples is none.
-                yield Piece(dealt[self._rank] if size else None, size, sum(sizes), position)
+            batch, size = dealt[self._rank] if self._rank < len(dealt) else (None, 0)
+            yield Piece(batch, size, sum(size for _, size in dealt), position)
             position += self._world_size
 
     def _drawn(self, epoch: int) -> Iterator[Any]:
@@ -153,13 +199,13 @@ class IterableFeed(Feed):
         self._loader = loader
         self._lockstep = lockstep
 
-    def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
-        """See `Feed.pieces`."""
+    def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
+        """See `Feed.pieces`. What an earlier process has trained on is read again, and passed over."""
         set_epoch(self._loader, epoch)
-        return in_step(islice(self._numbered(), start, None), self._lockstep)
+        return in_step(self._numbered(), self._lockstep, start.step)
 
     def _numbered(self) -> Iterator[Local]:
-        for positions, batch in self._loader:
+        for positions, batch in self.read(self._loader):
             if self.ordered and bool((positions < 0).any()):
                 self.ordered = False
             whole = positions.dim() == 0

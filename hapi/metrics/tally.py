@@ -113,21 +113,25 @@ class Tally:
             "metrics": [map_tensors(_saved, metric.states()) for metric in self.metrics],
         }
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned.
+    def go_on_from(self, ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from what `state` returned, on one rank or on several whose values are put together.
 
         Raises:
             ValueError: It is of other metrics.
         """
-        if len(state["metrics"]) != len(self.metrics):
-            raise ValueError(
-                f"The running values to go on from are of {len(state['metrics'])} metrics, but there are "
-                f"{len(self.metrics)}. Prepare the model with the metrics that it was trained with."
-            )
-        self._loss_sum.copy_(state["loss_sum"])
-        self._weight, self._device_weight, self._updates = state["weight"], None, state["updates"]
-        for metric, states in zip(self.metrics, state["metrics"], strict=True):
-            metric.load_states(states)
+        for state in ranks:
+            if len(state["metrics"]) != len(self.metrics):
+                raise ValueError(
+                    f"The running values to go on from are of {len(state['metrics'])} metrics, but there are "
+                    f"{len(self.metrics)}. Prepare the model with the metrics that it was trained with."
+                )
+        if not ranks:
+            return
+        self._loss_sum.fill_(sum(float(state["loss_sum"]) for state in ranks))
+        self._weight, self._device_weight = sum(state["weight"] for state in ranks), None
+        self._updates = sum(state["updates"] for state in ranks)
+        for index, metric in enumerate(self.metrics):
+            metric.merge([state["metrics"][index] for state in ranks])
 
     def _add_loss(self, loss: Tensor, weight: int | float | Tensor) -> None:
         if isinstance(weight, Tensor):

@@ -272,7 +272,7 @@ def test_a_pass_goes_on_from_a_safely_loaded_state_to_the_same_bits(updates):
     file = io.BytesIO()
     torch.save(first.state(), file)
     file.seek(0)
-    second.load_state(torch.load(file, weights_only=True))
+    second.go_on_from([torch.load(file, weights_only=True)])
     feed(whole, 2, seed=2)
     feed(second, 2, seed=2)
     assert second.reduced() == whole.reduced()
@@ -284,14 +284,14 @@ def test_what_was_saved_does_not_go_on():
     saved, before = running.state(), running.reduced()
     feed(running, 2, seed=2)
     again = Tally(metrics(), CPU)
-    again.load_state(saved)
+    again.go_on_from([saved])
     assert again.reduced() == before
     feed(again, 1, seed=3)  # nor does loading tie the two
     third = Tally(metrics(), CPU)
-    third.load_state(saved)
+    third.go_on_from([saved])
     assert third.reduced() == before
 
 
 def test_a_state_of_other_metrics_is_refused():
     with pytest.raises(ValueError, match="Prepare the model with the metrics that it was trained with"):
-        tally(Accuracy()).load_state(tally().state())
+        tally(Accuracy()).go_on_from([tally().state()])

@@ -103,7 +103,7 @@ def test_a_pass_goes_on_from_its_saved_states():
         first.update(None, 1, outputs, labels)
     saved = first.state()
     first.update(None, 1, *data[3])  # goes on without changing what was saved
-    second.load_state(saved)
+    second.go_on_from([saved])
     for outputs, labels in data[3:]:
         second.update(None, 1, outputs, labels)
     expected = {key: pytest.approx(float(value)) for key, value in reference(collection, data).items()}

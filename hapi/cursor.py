@@ -1,0 +1,124 @@
+"""How far a fit has come within its epoch: what a checkpoint says of it, and where a resumed run starts.
+
+Random streams are keyed by epoch, step and rank, and orders are drawn from the run's seed, so that numbers say almost
+everything. What is left are the running values of the epoch, rank by rank, and what only the data knows of its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hapi.data import BEGINNING, Feed, Start
+from hapi.distributed import group
+from hapi.metrics.tally import Tally
+
+
+@dataclass(frozen=True)
+class Within:
+    """The epoch that a resumed run starts in, as this rank needs it; without one, the run starts at an epoch's edge."""
+
+    start: Start
+    values: Sequence[Mapping[str, Any]]
+    """Of `Tally.state`: this rank's own; after a change of the world size rank 0 has all."""
+    learning_rate: float
+    """That of the last step."""
+
+
+class Cursor:
+    """The place of a fit at the edge of its last optimizer step.
+
+    Args:
+        feed: The training data.
+        learning_rate: Gives that of the last step.
+        iterations: Training steps that the run had taken when it was resumed.
+    """
+
+    def __init__(self, feed: Feed, learning_rate: Callable[[], float], iterations: int) -> None:
+        self._feed = feed
+        self._learning_rate = learning_rate
+        self.iterations = iterations
+        self._start = BEGINNING
+        self._step = 0
+        self._tally: Tally | None = None
+        self._at_edge = True
+        self._ranks: list[Any] | None = None
+
+    @property
+    def step(self) -> int:
+        """Steps taken in this epoch, each a batch a rank."""
+        return self._step
+
+    def enter(self, start: Start, tally: Tally) -> None:
+        """An epoch starts, or is gone on with."""
+        self._start, self._step, self._tally, self._ranks = start, start.step, tally, None
+
+    def set_out(self) -> None:
+        """Batches of the next optimizer step are read: values that belong to it are no longer those of the last."""
+        self._at_edge, self._ranks = False, None
+
+    def arrive(self, steps: int) -> None:
+        """The optimizer step was taken, on so many batches a rank."""
+        self._step += steps
+        self.iterations += steps
+        self._at_edge = True
+
+    def leave(self) -> None:
+        """The epoch is over, its evaluation included."""
+        self._start, self._step, self._tally, self._ranks = BEGINNING, 0, None, None
+
+    def gather(self) -> None:
+        """Bring together what the ranks hold, for a save that follows. A collective."""
+        self._ranks = group.gather_objects(self._own())
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps.
+
+        What other ranks hold is in it only after `gather`: a save may be called on rank 0 alone.
+        """
+        ranks = self._ranks
+        if ranks is None and self._at_edge and group.get_world_size() == 1:
+            ranks = [self._own()]
+        stride = self._feed.stride
+        taken = None if stride is None else self._start.taken + (self._step - self._start.step) * stride
+        within = {"step": self._step, "taken": taken, "learning_rate": self._learning_rate()}
+        return {
+            "iterations": self.iterations,
+            "unit": self._feed.unit,
+            "within": within if self._tally is not None and self._step else None,
+            "ranks": ranks,
+        }
+
+    def _own(self) -> dict[str, Any]:
+        within = self._tally is not None and self._step > 0
+        values = self._tally.state() if within and self._tally is not None else None
+        return {"values": values, "data": self._feed.state(within)}
+
+
+def place(state: Mapping[str, Any], feed: Feed, same_world: bool) -> tuple[Within | None, str | None]:
+    """Where a resumed run starts, on this rank.
+
+    Args:
+        state: What `Cursor.state` gave.
+        feed: The training data, which is told what it has to know.
+        same_world: Whether there are as many ranks as then.
+
+    Returns:
+        The place within an epoch, None for an epoch's edge; and why it is not quite the place that was saved.
+    """
+    ranks, within = state["ranks"], state["within"]
+    own = None if ranks is None else ranks[group.get_rank() if same_world else 0]
+    if within is None:
+        feed.restore(own and own["data"])
+        return None, None
+    if state["unit"] != feed.unit:
+        return None, "the epoch starts anew, since the data is of another kind than it was"
+    if not same_world and feed.stride is None:
+        return None, "the epoch starts anew, since each process has an order of its own in this data"
+    taken = within["taken"] if within["taken"] is not None else 0
+    start = Start(within["step"], taken, own and own["data"])
+    if ranks is None:
+        return Within(start, (), within["learning_rate"]), "the epoch's logs will be those of its rest alone"
+    values = [rank["values"] for rank in (ranks if not same_world else ranks[group.get_rank() :][:1])]
+    return Within(start, values if same_world or group.get_rank() == 0 else (), within["learning_rate"]), None

@@ -1,0 +1,201 @@
+"""ModelCheckpoint within epochs: when it saves, what it keeps, in a thread, and when the disk fails."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import hapi
+from hapi import checkpoint, files
+from hapi.callbacks import Callback, ModelCheckpoint
+from hapi.callbacks.retention import Retention
+
+X, Y = torch.randn(40, 4), torch.randint(2, (40,))
+
+
+def fit(folder, *callbacks, model=None, epochs=3, **options):
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    model = model or hapi.Model(net).prepare("adam", nn.CrossEntropyLoss())
+    model.fit((X, Y), batch_size=4, epochs=epochs, save_dir=folder, seed=1, verbose=0, callbacks=callbacks, **options)
+    return model
+
+
+def names(folder):
+    whole = {path.name.removesuffix(".pt") for path in folder.glob("*.pt") if not path.name.endswith(".opt.pt")}
+    assert whole == {path.name.removesuffix(".opt.pt") for path in folder.glob("*.opt.pt")}, "a half pair"
+    return whole
+
+
+class Looks(Callback):
+    """What is there after each step."""
+
+    def __init__(self, folder):
+        self.folder, self.seen = folder, []
+
+    def on_train_batch_begin(self, step, logs=None):
+        self.seen.append(names(self.folder) if self.folder.exists() else set())
+
+
+def test_every_n_steps_keeps_the_newest_until_an_epochs_follows(tmp_path):
+    looks = Looks(tmp_path)
+    fit(tmp_path, ModelCheckpoint(every_n_steps=4), looks)
+    assert looks.seen[:10] == [set()] * 4 + [{"step_4"}] * 4 + [{"step_8"}] * 2
+    assert looks.seen[10:20] == [{"1"}] * 2 + [{"1", "step_12"}] * 4 + [{"1", "step_16"}] * 4
+    assert names(tmp_path) == {"1", "2", "3", "final"}
+
+
+def test_at_edges_of_optimizer_steps_alone(tmp_path):
+    looks = Looks(tmp_path)
+    fit(tmp_path, ModelCheckpoint(every_n_steps=2), looks, epochs=1, accumulate_grad_batches=4)
+    assert looks.seen == [set()] * 4 + [{"step_4"}] * 4 + [{"step_8"}] * 2
+
+
+def test_keep_last_counts_epochs_and_steps_together(tmp_path):
+    looks = Looks(tmp_path)
+    fit(tmp_path, ModelCheckpoint(every_n_steps=4, keep_last=2), looks)
+    assert looks.seen[-1] == {"step_24", "step_28"}
+    assert names(tmp_path) == {"step_28", "3", "final"}
+
+
+def test_every_seconds(tmp_path):
+    class Slow(Callback):
+        def on_train_batch_end(self, step, logs=None):
+            time.sleep(0.15)
+
+    looks = Looks(tmp_path)
+    fit(tmp_path, ModelCheckpoint(every_seconds=0.4), looks, Slow(), epochs=1)
+    assert any("step_" in name for seen in looks.seen for name in seen)
+    assert not looks.seen[1]
+
+
+def test_the_best_few_are_kept(tmp_path):
+    values = [0.5, 0.2, 0.9, 0.1, 0.8, 0.3]
+
+    class Scores(Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            checkpoint_callback._save_best(epoch + 1, values[epoch])
+
+    checkpoint_callback = ModelCheckpoint(monitor="loss", save_top_k=3, save_freq=100)
+    checkpoint_callback.on_epoch_end = lambda epoch, logs=None: None
+    fit(tmp_path, checkpoint_callback, Scores(), epochs=6)
+    assert names(tmp_path) == {"best_model", "top_2", "top_4", "top_6", "final"}
+    loaded = hapi.Model(nn.Linear(4, 2))
+    loaded.load(tmp_path / "best_model")
+    fourth = hapi.Model(nn.Linear(4, 2))
+    fourth.load(tmp_path / "top_4")
+    assert torch.equal(loaded.network.weight, fourth.network.weight)
+
+
+def test_nothing_that_is_not_its_own_is_deleted(tmp_path):
+    fit(tmp_path, ModelCheckpoint(every_n_steps=5), epochs=1)
+    hapi.Model(nn.Linear(4, 2)).save(tmp_path / "step_3")
+    (tmp_path / "notes.txt").write_text("mine")
+    fit(tmp_path, ModelCheckpoint(every_n_steps=5, keep_last=1), epochs=2)
+    assert names(tmp_path) == {"1", "step_3", "2", "final"} - {"1"} and (tmp_path / "notes.txt").exists()
+
+
+def test_retention_goes_on_after_a_resume(tmp_path):
+    class Ends(Callback):
+        def on_train_batch_begin(self, step, logs=None):
+            if self.model.steps_trained == 17:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, ModelCheckpoint(every_n_steps=4, keep_last=2), Ends())
+    assert names(tmp_path) == {"step_12", "step_16"}
+    fit(tmp_path, ModelCheckpoint(every_n_steps=4, keep_last=2), resume=True)
+    assert names(tmp_path) == {"step_28", "3", "final"}
+
+
+def test_a_name_that_is_written_again_is_not_deleted():
+    retention = Retention(keep_last=1, top_k=1)
+    for name in ("step_1", "step_2", "step_1"):
+        retention.add(name)
+    assert "step_1" not in retention.dropped()
+
+
+def test_in_a_thread_the_files_are_those_of_the_step_and_training_goes_on(tmp_path, monkeypatch):
+    gate, threads, real = threading.Event(), [], checkpoint.write
+
+    def slow(path, snapshot):
+        threads.append(threading.current_thread().name)
+        gate.wait(20)
+        real(path, snapshot)
+
+    class Opens(Callback):
+        def on_train_batch_begin(self, step, logs=None):
+            if self.model.steps_trained == 8:
+                gate.set()
+
+    monkeypatch.setattr(checkpoint, "write", slow)
+    both = [fit(tmp_path / "thread", ModelCheckpoint(every_n_steps=5, keep_last=9, asynchronous=True), Opens())]
+    monkeypatch.undo()
+    both.append(fit(tmp_path / "plain", ModelCheckpoint(every_n_steps=5, keep_last=9)))
+    assert set(threads) == {"hapi-writer"}
+    assert names(tmp_path / "thread") == names(tmp_path / "plain")
+    for name in names(tmp_path / "plain"):
+        one, other = (torch.load(tmp_path / kind / f"{name}.pt") for kind in ("thread", "plain"))
+        assert all(torch.equal(one[key], other[key]) for key in other), name
+        moments = [
+            torch.load(tmp_path / kind / f"{name}.opt.pt")["optimizer"]["state"][0]["exp_avg"]
+            for kind in ("thread", "plain")
+        ]
+        assert torch.equal(*moments), name
+
+
+def test_workers_start_beside_a_save_in_a_thread(tmp_path, monkeypatch):
+    real = checkpoint.write
+    monkeypatch.setattr(checkpoint, "write", lambda *what: (time.sleep(0.3), real(*what)))
+    model = hapi.Model(nn.Linear(4, 2)).prepare("adam", nn.CrossEntropyLoss())
+    data = torch.utils.data.TensorDataset(X, Y)
+    keep = ModelCheckpoint(every_n_steps=9, asynchronous=True)
+    model.fit(data, data, batch_size=4, epochs=2, num_workers=1, save_dir=tmp_path, verbose=0, callbacks=keep)
+    assert names(tmp_path) == {"1", "2", "final"}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_that_fails(tmp_path, monkeypatch, asynchronous):
+    real = files.draft
+
+    def draft(path, *rest):
+        if path.name.split(".")[0] in ("step_12", "step_16", "2"):
+            raise OSError(28, "No space left on device", str(path))
+        return real(path, *rest)
+
+    monkeypatch.setattr(files, "draft", draft)
+    with pytest.raises(OSError, match="No space left"):
+        fit(tmp_path / "stop", ModelCheckpoint(every_n_steps=4, asynchronous=asynchronous))
+    assert names(tmp_path / "stop") == {"1"}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        keep = ModelCheckpoint(every_n_steps=4, asynchronous=asynchronous, on_save_error="continue")
+        model = fit(tmp_path / "on", keep)
+    assert model.steps_trained == 30 and names(tmp_path / "on") == {"1", "3", "final"}
+    assert sum("goes on without this checkpoint" in str(warning.message) for warning in caught) == 3
+
+
+def test_no_temporary_file_stays(tmp_path):
+    fit(tmp_path, ModelCheckpoint(every_n_steps=3, asynchronous=True))
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".") and name.endswith(".part")]
+
+
+@pytest.mark.parametrize(
+    ("options", "cure"),
+    [
+        ({"every_n_steps": 0}, "every_n_steps=1"),
+        ({"keep_last": -1}, "keep_last=1"),
+        ({"every_seconds": 0}, "every_seconds=600"),
+        ({"on_save_error": "ignore"}, '"stop" or "continue"'),
+        ({"save_top_k": 3}, 'monitor="val_loss"'),
+    ],
+)
+def test_options_that_cannot_be(options, cure):
+    with pytest.raises(ValueError, match=cure):
+        ModelCheckpoint(**options)

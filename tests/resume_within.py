@@ -1,0 +1,176 @@
+"""Runs that are ended within an epoch and resumed, against one that is not; alone, and as a script of a launcher.
+
+python resume_within.py FOLDER KIND ...      prints "rank R KIND equal" for each kind
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+
+import hapi
+from hapi.callbacks import Callback, EarlyStopping, ModelCheckpoint
+
+ROWS, EPOCHS = 46, 3
+torch.manual_seed(5)
+X, Y = torch.randn(ROWS, 6), torch.randint(3, (ROWS,))
+
+
+class Noisy(Dataset):
+    """Draws for each sample, as an augmentation does; counts what it gives."""
+
+    def __init__(self):
+        self.given = 0
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        self.given += 1
+        return X[index] + 0.1 * torch.randn(6), Y[index]
+
+
+class Stream(IterableDataset):
+    """Rows in a drawn order, with noise."""
+
+    def __iter__(self):
+        for index in torch.randperm(ROWS).tolist():
+            yield X[index] + 0.1 * torch.randn(6), Y[index]
+
+
+class Stateful:
+    """Batches that know where they are; reading one again would show."""
+
+    sharded = True
+
+    def __init__(self):
+        self.at, self.read = 0, 0
+
+    def __iter__(self):
+        while self.at < 6 + hapi.distributed.get_rank():
+            rows = slice(7 * self.at, 7 * self.at + 7)
+            self.at += 1
+            self.read += 1
+            yield X[rows], Y[rows]
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def loader(**options):
+    return DataLoader(Noisy(), batch_size=4, **options)
+
+
+def data_of(kind: str):
+    """The data, and what goes with it to fit."""
+    ours = {"batch_size": 4}
+    weighted = WeightedRandomSampler(torch.arange(1.0, ROWS + 1), ROWS, generator=torch.Generator().manual_seed(2))
+    return {
+        "tensors": lambda: ((X, Y), ours),
+        "dataset": lambda: (Noisy(), ours),
+        "workers": lambda: (Noisy(), ours | {"num_workers": 2}),
+        "accumulating": lambda: ((X, Y), ours | {"accumulate_grad_batches": 3}),
+        "bf16": lambda: (Noisy(), ours),
+        "compiled": lambda: ((X[:44], Y[:44]), {"batch_size": 4 if hapi.distributed.get_world_size() == 1 else 2}),
+        "capped": lambda: ((X, Y), ours | {"num_iters": 27 // hapi.distributed.get_world_size()}),
+        "loader": lambda: (loader(shuffle=True), {}),
+        "loader of workers": lambda: (loader(shuffle=True, num_workers=2), {}),
+        "loader with generator": lambda: (loader(shuffle=True, generator=torch.Generator().manual_seed(9)), {}),
+        "weighted sampler": lambda: (loader(sampler=weighted), {}),
+        "list": lambda: (list(DataLoader(TensorDataset(X, Y), batch_size=4)), {}),
+        "stream": lambda: (Stream(), ours),
+        "stateful": lambda: (Stateful(), {}),
+    }[kind]()
+
+
+KINDS = (
+    "tensors", "dataset", "workers", "accumulating", "bf16", "capped", "loader", "loader of workers",
+    "loader with generator", "weighted sampler", "list", "stream", "stateful",
+)  # fmt: skip
+
+
+class Ended(Exception):
+    """In place of a kill."""
+
+
+class EndsAt(Callback):
+    """Ends the run after so many training steps, or in the first step of an evaluation."""
+
+    def __init__(self, steps: int, in_evaluation: bool = False):
+        self.steps, self.in_evaluation = steps, in_evaluation
+
+    def on_train_batch_begin(self, step, logs=None):
+        if not self.in_evaluation and self.model.steps_trained >= self.steps:
+            raise Ended
+
+    def on_eval_batch_begin(self, step, logs=None):
+        if self.in_evaluation and self.model.steps_trained >= self.steps:
+            raise Ended
+
+
+def trained(kind: str, save_dir: Path, *callbacks, data=None, **options):
+    """A fresh network, optimizer and Model, as a new process would make them, trained for EPOCHS or to its end."""
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(6, 60), nn.BatchNorm1d(60), nn.ReLU(), nn.Dropout(0.3), nn.Linear(60, 3))
+    if kind == "compiled":
+        net = nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 3))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    model = hapi.Model(net).prepare(
+        optimizer,
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5])),
+        hapi.metrics.Accuracy(),
+        "bf16" if kind == "bf16" else None,
+        scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=200),
+        ddp_options={"bucket_cap_mb": 0.002},
+        compile=kind == "compiled",
+    )
+    given, reading = data_of(kind)
+    keep = ModelCheckpoint(monitor="val_loss", every_n_steps=1)
+    model.fit(
+        given if data is None else data, (X, Y), epochs=EPOCHS, save_dir=save_dir, verbose=0, seed=3, log_freq=1,
+        callbacks=[keep, EarlyStopping(patience=100), *callbacks], **reading, **options,
+    )  # fmt: skip
+    return model
+
+
+def bits(model) -> list[torch.Tensor]:
+    states = [s for state in model.optimizer.state.values() for s in state.values() if isinstance(s, torch.Tensor)]
+    return [tensor.clone() for tensor in (*model.network.state_dict().values(), *states)]
+
+
+class Kept(Callback):
+    """Keeps the history where another Model can read it."""
+
+    def on_train_end(self, logs=None):
+        history = next(cb for cb in self.params["callbacks"] if isinstance(cb, hapi.callbacks.History))
+        self.model.kept = (history.epoch, history.history)
+
+
+def check(kind: str, folder: Path) -> None:
+    """Ended three times: within an epoch, right at the end of its steps, and in an evaluation."""
+    straight = trained(kind, folder / "straight", Kept())
+    per_epoch = straight.steps_trained / len(straight.kept[0])
+    first, second = int(per_epoch * 0.4), int(per_epoch * 1.7)
+    for stop in (EndsAt(first), EndsAt(second), EndsAt(second + 1, in_evaluation=True)):
+        try:
+            trained(kind, folder / "cut", stop, resume=True)
+            raise AssertionError("the run was not ended")
+        except Ended:
+            pass
+    resumed = trained(kind, folder / "cut", Kept(), resume=True)
+    assert all(torch.equal(a, b) for a, b in zip(bits(straight), bits(resumed), strict=True)), f"{kind}: other bits"
+    assert resumed.kept == straight.kept, f"{kind}: another history"
+    counts = [(model.epochs_trained, model.steps_trained) for model in (resumed, straight)]
+    assert counts[0] == counts[1], f"{kind}: {counts}"
+
+
+if __name__ == "__main__":
+    for kind in sys.argv[2:]:
+        check(kind, Path(sys.argv[1], kind))
+        print(f"rank {hapi.distributed.get_rank()} {kind} equal\n", end="")
