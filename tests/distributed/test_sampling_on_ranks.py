@@ -500,14 +500,16 @@ def test_a_map_style_data_set_that_holds_its_rank_s_part_is_left_alone(ranks, in
     assert [rest for _, *rest in results] == [[5.0, list(range(11)), 4, warned] for warned in (1, 0)]
 
 
-def iterable_with_drop_last(workers: int) -> int:
-    return len(seen_in(Stream(22), batch_size=4, num_workers=workers, drop_last=True)[0])
+def iterable_with_drop_last(workers: int, in_loader: bool) -> list[list[int]]:
+    options = {"batch_size": 4, "num_workers": workers, "drop_last": True}
+    return seen_in(DataLoader(Stream(22), **options)) if in_loader else seen_in(Stream(22), **options)
 
 
+@pytest.mark.parametrize("in_loader", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_drop_last_of_an_iterable_leaves_out_the_end_alone(ranks, workers):
-    assert sum(ranks(2).run(iterable_with_drop_last, workers)) == 20
-    assert alone(iterable_with_drop_last, workers) == 20
+def test_drop_last_of_an_iterable_leaves_out_the_end_alone(ranks, workers, in_loader):
+    assert of_ranks(ranks(2).run(iterable_with_drop_last, workers, in_loader)) == [list(range(20))]
+    assert of_ranks([alone(iterable_with_drop_last, workers, in_loader)]) == [list(range(20))]
 
 
 def batches_of_iterable(workers: int) -> list[list[float]]:

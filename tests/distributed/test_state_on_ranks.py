@@ -33,19 +33,27 @@ class Buffered(nn.Module):
         return self.layer(x) + self.offset
 
 
-def start(call: str) -> tuple[list[float], list[float]]:
-    """State before and after a call that must not change rank 0's."""
+def start(call: str) -> tuple[list[float], list[list[float]]]:
+    """State before a call that must not change rank 0's; at its first hook, and after it."""
+
+    class Look(hapi.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            seen.append(flat(net))
+
+        on_eval_begin = on_predict_begin = on_train_begin
+
+    seen: list[list[float]] = []
     net = Buffered()
     model = hapi.Model(net).prepare(torch.optim.SGD(net.parameters(), lr=0.0), mean_output)
     before = flat(net)
     data = torch.ones(4, 2), torch.zeros(4)
     calls: dict[str, Callable[[], Any]] = {
-        "fit": lambda: model.fit(data, batch_size=1, verbose=0),
-        "evaluate": lambda: model.evaluate(data, verbose=0),
-        "predict": lambda: model.predict(data, verbose=0),
+        "fit": lambda: model.fit(data, batch_size=1, callbacks=Look(), verbose=0),
+        "evaluate": lambda: model.evaluate(data, callbacks=Look(), verbose=0),
+        "predict": lambda: model.predict(data, callbacks=Look(), verbose=0),
     }
     calls[call]()
-    return before, flat(net)
+    return before, [*seen, flat(net)]
 
 
 def flat(net: nn.Module) -> list[float]:
@@ -55,9 +63,9 @@ def flat(net: nn.Module) -> list[float]:
 @pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
 def test_ranks_start_from_rank_0_s_weights_and_buffers(ranks, call):
     results = ranks(3).run(start, call)
-    befores, afters = zip(*results, strict=True)
+    befores, states = zip(*results, strict=True)
     assert len({tuple(before) for before in befores}) == 3
-    assert same(afters) == befores[0]
+    assert same(states) == [befores[0]] * 2
 
 
 class Odd(nn.Module):
