@@ -335,7 +335,7 @@ def _lock(descriptor: int, kind: int) -> bool:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            time.sleep(0.01)
+            time.sleep(0.001)
         except OSError:  # a file system without locks
             return False
     return False
