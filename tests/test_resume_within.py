@@ -1,7 +1,5 @@
 """A run that was ended within an epoch and resumed ends with the bits of one that was not."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import torch
 
 import hapi
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 import resume_within
 from resume_within import EPOCHS, ROWS, Ended, EndsAt, Kept, Noisy, trained
 
@@ -18,20 +16,6 @@ from resume_within import EPOCHS, ROWS, Ended, EndsAt, Kept, Noisy, trained
 @pytest.mark.parametrize("kind", [*resume_within.KINDS, "compiled"])
 def test_the_same_bits(tmp_path, kind):
     resume_within.check(kind, tmp_path)
-
-
-@pytest.mark.parametrize("processes", [2, 3, 4])
-def test_so_they_are_on_several_processes(tmp_path, processes):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    kinds = resume_within.KINDS if processes != 4 else ("dataset", "accumulating", "loader", "stream")
-    run = subprocess.run(
-        [*command, resume_within.__file__, str(tmp_path), *kinds],
-        capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert sorted(run.stdout.split("\n")[:-1]) == sorted(
-        f"rank {rank} {kind} equal" for rank in range(processes) for kind in kinds
-    )
 
 
 def test_what_was_trained_on_is_not_loaded_again(tmp_path):

@@ -1,0 +1,27 @@
+"""Runs on several ranks that are ended within an epoch and resumed: the same bits, the same samples."""
+
+from __future__ import annotations
+
+import pytest
+import resume_within
+from resume_within import ROWS
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_same_bits(ranks, tmp_path, world):
+    kinds = resume_within.KINDS if world != 4 else ("dataset", "accumulating", "loader", "stream")
+    for kind in kinds:
+        ranks(world).run(resume_within.check, kind, tmp_path / kind)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2), (2, 4)])
+@pytest.mark.parametrize("kind", ["tensors", "loader"])
+def test_another_number_of_ranks_reads_the_rest_of_the_epoch(ranks, tmp_path, before, after, kind):
+    read = on(ranks, before, kind, tmp_path, False) + on(ranks, after, kind, tmp_path, True)
+    assert sorted(row for part in read for row in part) == list(range(ROWS))
+
+
+def on(ranks, world, *arguments):
+    if world == 1:
+        return [resume_within.read_part(*arguments)]
+    return ranks(world).run(resume_within.read_part, *arguments)
