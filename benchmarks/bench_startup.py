@@ -98,7 +98,11 @@ def main() -> int:
     ways = ["torch", *(way for way in options.ways if way != "torch")]
     for way in ways:
         measure(way)  # fills the disk's cache
-    rounds = [{way: measure(way) for way in ways} for _ in range(options.rounds)]
+    rounds = []
+    for number in range(1, options.rounds + 1):
+        rounds.append({way: measure(way) for way in ways})
+        seen = ", ".join(f"{way} {elapsed:.2f} s (CPU {cpu:.2f} s)" for way, (elapsed, cpu) in rounds[-1].items())
+        print(f"round {number}: {seen}", flush=True)
     print("way      elapsed seconds           CPU seconds               elapsed over torch        CPU over torch")
     worst = 0.0
     for way in ways:
