@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from hapi import files, tensorfile
 
-TRAINING_STATES = ("loss", "optimizer", "scheduler", "scaler", "counters", "position", "callbacks")
+TRAINING_STATES = ("loss", "buffers", "optimizer", "scheduler", "scaler", "counters", "position", "callbacks")
 """The entries of `path.opt.pt`, `format` and `id` aside."""
 
 _FORMAT = 1
@@ -178,6 +178,16 @@ def read_weights(path: str | Path) -> Weights:
         )
     metadata = getattr(loaded, "_metadata", None) or {}
     return Weights(source, loaded, metadata.get("hapi", {}).get("id"))
+
+
+def passing_buffers(network: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that no state dict holds (`persistent=False`), by name: training may change them all the same."""
+    names = {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in network.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    return {name: buffer for name, buffer in network.named_buffers() if name in names}
 
 
 def differences(weights: Weights, network: nn.Module, skip_mismatch: bool) -> list[str]:

@@ -130,6 +130,7 @@ class Engine:
         prepared = self.prepared
         return {
             "loss": prepared.objective.learned(),
+            "buffers": checkpoint.passing_buffers(self.network),
             "optimizer": _state_of(prepared.optimizer),
             "scheduler": _state_of(prepared.schedule.scheduler if prepared.schedule else None),
             "scaler": prepared.scaler_state or _state_of(prepared.scaler),
@@ -164,6 +165,9 @@ class Engine:
                     prepared.schedule.restore(before)
                 raise
         prepared.objective.restore(state["loss"])
+        for name, buffer in checkpoint.passing_buffers(self.network).items():
+            if name in state["buffers"] and state["buffers"][name].shape == buffer.shape:
+                buffer.data.copy_(state["buffers"][name])
         if prepared.scaler is not None and state["scaler"]:
             prepared.scaler.load_state_dict(state["scaler"])
         elif prepared.scaler is None:

@@ -47,3 +47,52 @@ def test_a_save_that_another_rank_had_no_part_in_resumes_with_a_warning(tmp_path
     with pytest.warns(UserWarning, match="logs will be those of its rest"):
         resumed = trained("dataset", tmp_path, Kept(), resume=True)
     assert resumed.kept[0] == [1, 2, 3]
+
+
+def without(path, *keys, value=None):
+    """Take a state out of a checkpoint."""
+    file = hapi.checkpoint.training_path(path)
+    content = torch.load(file, weights_only=True)
+    place = content
+    for key in keys[:-1]:
+        place = place[key]
+    assert place[keys[-1]] not in (None, {}), "it was not there"
+    place[keys[-1]] = value
+    torch.save(content, file)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "value"),
+    [
+        ("tensors", ("optimizer", "state"), {}),
+        ("tensors", ("scheduler",), None),
+        ("fp16", ("scaler",), {}),
+        ("tensors", ("buffers",), {}),
+        ("tensors", ("counters", "epochs_trained"), 0),
+        ("tensors", ("counters", "steps_trained"), 0),
+        ("tensors", ("callbacks", "History.0"), {"epoch": [], "history": {}}),
+        ("tensors", ("position", "seed"), 8),
+        ("tensors", ("position", "cursor", "within"), None),
+        ("tensors", ("position", "cursor", "within", "step"), 1),
+        ("tensors", ("position", "cursor", "within", "taken"), 0),
+        ("accumulating", ("position", "cursor", "within", "learning_rate"), 0.0),
+        ("tensors", ("position", "cursor", "ranks", 0, "values", "loss_sum"), torch.zeros((), dtype=torch.float64)),
+        ("tensors", ("position", "cursor", "ranks", 0, "values", "metrics"), [{"correct": 0, "count": 0}]),
+        ("loader with generator", ("position", "cursor", "ranks", 0, "data"), None),
+        ("stateful", ("position", "cursor", "ranks", 0, "data"), {"at": 0}),
+        ("capped", ("position", "cursor", "iterations"), 0),
+    ],
+)
+def test_each_state_is_needed(tmp_path, kind, keys, value):
+    straight = trained(kind, tmp_path / "straight", Kept())
+    last = int(straight.steps_trained * 0.55)
+    in_evaluation = "learning_rate" in keys
+    resume_within.end(kind, tmp_path / "cut", EndsAt(last, in_evaluation=in_evaluation))
+    newest, _ = hapi.checkpoint.newest(tmp_path / "cut", straight.network)
+    if "metrics" in keys:
+        cursor = torch.load(f"{newest}.opt.pt", weights_only=True)["position"]["cursor"]
+        states = cursor["ranks"][0]["values"]["metrics"][0]
+        value = [{name: torch.zeros_like(tensor) for name, tensor in states.items()}]
+    without(newest, *keys, value=value)
+    with pytest.raises(AssertionError, match=kind):
+        resume_within.compare(kind, straight, trained(kind, tmp_path / "cut", Kept(), resume=newest))

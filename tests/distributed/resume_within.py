@@ -74,6 +74,7 @@ def data_of(kind: str):
         "workers": lambda: (Noisy(), ours | {"num_workers": 2}),
         "accumulating": lambda: ((X, Y), ours | {"accumulate_grad_batches": 3}),
         "bf16": lambda: (Noisy(), ours),
+        "fp16": lambda: ((X, Y), ours),
         "compiled": lambda: ((X[:44], Y[:44]), {"batch_size": 4 if hapi.distributed.get_world_size() == 1 else 2}),
         "capped": lambda: ((X, Y), ours | {"num_iters": 27 // hapi.distributed.get_world_size()}),
         "loader": lambda: (loader(shuffle=True), {}),
@@ -87,9 +88,22 @@ def data_of(kind: str):
 
 
 KINDS = (
-    "tensors", "dataset", "workers", "accumulating", "bf16", "capped", "loader", "loader of workers",
+    "tensors", "dataset", "workers", "accumulating", "bf16", "fp16", "capped", "loader", "loader of workers",
     "loader with generator", "weighted sampler", "list", "stream", "stateful",
 )  # fmt: skip
+
+
+class Counting(nn.Module):
+    """Its scale depends on how often it was called in training, which no state dict holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+        return x * (1 + 0.01 * self.calls)
 
 
 class Ended(Exception):
@@ -114,7 +128,7 @@ class EndsAt(Callback):
 def trained(kind: str, save_dir: Path, *callbacks, data=None, **options):
     """A fresh network, optimizer and Model, as a new process would make them, trained for EPOCHS or to its end."""
     torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(6, 60), nn.BatchNorm1d(60), nn.ReLU(), nn.Dropout(0.3), nn.Linear(60, 3))
+    net = nn.Sequential(nn.Linear(6, 60), nn.BatchNorm1d(60), nn.ReLU(), nn.Dropout(0.3), Counting(), nn.Linear(60, 3))
     if kind == "compiled":
         net = nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 3))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
@@ -122,7 +136,7 @@ def trained(kind: str, save_dir: Path, *callbacks, data=None, **options):
         optimizer,
         nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5])),
         hapi.metrics.Accuracy(),
-        "bf16" if kind == "bf16" else None,
+        {"bf16": "bf16", "fp16": {"level": "O1", "dtype": "float16", "init_loss_scaling": 2.0**24}}.get(kind),
         scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=200),
         ddp_options={"bucket_cap_mb": 0.002},
         compile=kind == "compiled",
@@ -155,12 +169,21 @@ def check(kind: str, folder: Path) -> None:
     per_epoch = straight.steps_trained / len(straight.kept[0])
     first, second = int(per_epoch * 0.4), int(per_epoch * 1.7)
     for stop in (EndsAt(first), EndsAt(second), EndsAt(second + 1, in_evaluation=True)):
-        try:
-            trained(kind, folder / "cut", stop, resume=True)
-            raise AssertionError("the run was not ended")
-        except Ended:
-            pass
-    resumed = trained(kind, folder / "cut", Kept(), resume=True)
+        end(kind, folder / "cut", stop)
+    compare(kind, straight, trained(kind, folder / "cut", Kept(), resume=True))
+
+
+def end(kind: str, folder: Path, stop: EndsAt) -> None:
+    """Start or go on, and be ended."""
+    try:
+        trained(kind, folder, stop, resume=True)
+    except Ended:
+        return
+    raise RuntimeError("the run was not ended")
+
+
+def compare(kind: str, straight, resumed) -> None:
+    """Raises AssertionError unless the two runs have ended alike."""
     assert all(torch.equal(a, b) for a, b in zip(bits(straight), bits(resumed), strict=True)), f"{kind}: other bits"
     assert resumed.kept == straight.kept, f"{kind}: another history"
     counts = [(model.epochs_trained, model.steps_trained) for model in (resumed, straight)]
