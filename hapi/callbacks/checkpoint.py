@@ -176,16 +176,19 @@ class ModelCheckpoint(Saver):
             note(self.verbose, self.params, f"ModelCheckpoint: saved {path}")
 
     def _write(self, path: str, folder: Path, dropped: list[str]) -> None:
-        def write() -> None:
-            checkpoint.write(path, snapshot)
+        def drop() -> None:
             for name in dropped:
                 checkpoint.remove(folder / name)
 
-        snapshot = self.model._snapshot()
+        def write() -> None:
+            checkpoint.write(path, snapshot)
+            drop()
+
         if self._writer is None:
-            write()
+            self.model.save(path)
+            drop()
             return
-        snapshot = snapshot.copied()
+        snapshot = self.model._snapshot().copied()
         error = self._writer.wait()
         if error is None or self.on_save_error == "continue":
             self._writer.start(write)

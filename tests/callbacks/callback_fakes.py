@@ -16,6 +16,7 @@ class FakeModel:
         self.scheduler = scheduler
         self.scheduler_interval = None
         self.stop_training = False
+        self.steps_trained = 0
         self.saved = []
 
     def save(self, path):

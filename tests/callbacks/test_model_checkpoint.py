@@ -67,11 +67,11 @@ def test_best_model_on_improvement_before_the_epoch_s_own():
 def test_the_best_value_survives_a_restart_and_a_second_fit_starts_anew():
     first = ModelCheckpoint(monitor="val_loss")
     state = fit([first], losses(1.0), save_dir="runs").callbacks.state_dict()
-    assert state == {"ModelCheckpoint.0": {"best": 1.0}}
+    assert state["ModelCheckpoint.0"]["best"] == 1.0
     again = ModelCheckpoint(monitor="val_loss")
     assert "best_model" not in saved([again], losses(2.0), state=state)
     assert "best_model" in saved([again], losses(2.0))
-    assert ModelCheckpoint().state_dict() == {}
+    assert "best" not in ModelCheckpoint().state_dict()
 
 
 def test_the_state_in_a_checkpoint_is_the_one_after_this_epoch():
