@@ -155,8 +155,10 @@ def _ends_here(run: Run, plan: FitPlan, agreement: Agreement, tally: Tally, epoc
         Stopped: By a signal.
     """
     stops = agreement.after_step(tally, epoch, step)
-    if agreement.saves or run.callbacks.saves_at(run.model.steps_trained):
+    due = agreement.saves or run.callbacks.saves_at(run.model.steps_trained)
+    if due or agreement.signal:
         agreement.before_save(tally, epoch, step)
+    if due:
         _save(run, plan, stopping=False)
     _leave_if_told(run, plan, agreement)
     return stops
