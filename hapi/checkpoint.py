@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hapi import files, tensorfile
+from hapi import files
 
 TRAINING_STATES = ("loss", "buffers", "optimizer", "scheduler", "scaler", "counters", "position", "callbacks")
 """The entries of `path.opt.pt`, `format` and `id` aside."""
@@ -99,7 +99,9 @@ def write(path: str | Path, snapshot: Snapshot) -> None:
     Raises:
         OSError: The files cannot be written.
     """
-    if tensorfile.is_meant(path):
+    if _is_tensorfile(path):
+        from hapi import tensorfile
+
         tensorfile.write(Path(path), snapshot.weights)
         return
     training_file, weights_file = training_path(path), weights_path(path)
@@ -160,7 +162,9 @@ def read_weights(path: str | Path) -> Weights:
         ValueError: It is damaged, or holds something else.
     """
     source = weights_path(path)
-    if tensorfile.is_meant(path):
+    if _is_tensorfile(path):
+        from hapi import tensorfile
+
         source = Path(path)
         return Weights(source, tensorfile.read(source), None)
     if not source.exists() and Path(path).is_file():
@@ -369,3 +373,7 @@ def _differences(state: Mapping[str, Any], expected: Mapping[str, Any]) -> list[
 
 def _shape(value: Any) -> str:
     return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _is_tensorfile(path: str | Path) -> bool:
+    return str(path).endswith(".safetensors")

@@ -7,8 +7,8 @@ import errno
 import importlib
 import io
 import os
-import secrets
 import time
+import uuid
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
-
-from hapi import archive
 
 try:
     fcntl: Any = importlib.import_module("fcntl")
@@ -115,7 +113,7 @@ def draft(path: Path, write_to: Callable[[Path], None], suffix: str = "") -> Ite
         OSError: It cannot be written; the message names the path and the cause.
     """
     # Another run may write here at this moment, on another host with the same process id.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part{suffix}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.part{suffix}")
     try:
         with _explained(path):
             _make_folder(path.parent)
@@ -192,7 +190,7 @@ def read(path: Path) -> Any:
         )
     try:
         with open(path, "rb") as file:
-            archive.verify(file)
+            _archive().verify(file)
             file.seek(0)
             with warnings.catch_warnings():
                 # A warning (of how sparse tensors are read) is no reason to take the file for damaged under -W error.
@@ -218,7 +216,7 @@ def peek(path: Path) -> Any:
         Exception: It cannot be read; damage shows as a dozen types.
     """
     with open(path, "rb") as file:
-        archive.verify(file, contents=False)
+        _archive().verify(file, contents=False)
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
@@ -365,3 +363,10 @@ def _flush_folder(folder: Path) -> None:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or ["no message"])[0][:200]
+
+
+def _archive() -> Any:
+    # Only for a process that reads checkpoints.
+    from hapi import archive
+
+    return archive

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -18,9 +18,11 @@ from hapi.data import BEGINNING, Feed, Piece
 from hapi.distributed import group
 from hapi.metrics.base import Metric
 from hapi.metrics.tally import Tally
-from hapi.resuming import Resumed
 from hapi.signals import stopped_by
 from hapi.step import Stepper
+
+if TYPE_CHECKING:
+    from hapi.resuming import Resumed
 
 
 class Trainee(Protocol):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hapi import files, loop, modes, report, resuming, rng, signals
+from hapi import files, loop, modes, report, rng, signals
 from hapi.agreement import Agreement
 from hapi.arguments import FitOptions, check_reading
 from hapi.callbacks import History
@@ -54,6 +54,9 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
             "fit was called without an optimizer, so nothing would move the weights. "
             "Write model.prepare(torch.optim.Adam(model.parameters(), lr=1e-3), loss) before it."
         )
+    # Only for a process that trains.
+    from hapi import resuming
+
     stepper = engine.ready()
     seed, state = _start(model, options)
     train, evaluation = _feeds(options, seed, train_data, eval_data, stepper.device)
@@ -219,6 +222,8 @@ def _requests(options: FitOptions, seed: int, train_data: Any, eval_data: Any) -
 
 def _start(model: Model, options: FitOptions) -> tuple[int, dict[str, Any] | None]:
     """The run's seed; where it goes on from a checkpoint, load that, and give its training state."""
+    from hapi import resuming
+
     # Drawn in any case, so that the script's own stream goes on alike.
     seed = group.broadcast_object(rng.draw_seed() if options.seed is None else options.seed)
     source = resuming.find(options, model.network)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import hapi
-from hapi import checkpoint, files, tensorfile
+from hapi import archive, checkpoint, tensorfile
 
 safetensors = importlib.import_module("safetensors.torch")
 FORMATS = ("net.pt", "net.safetensors")
@@ -320,7 +320,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
             raise PermissionError(13, "Permission denied")
 
     # As root may read everything, the refusal is played.
-    monkeypatch.setattr(files.archive, "verify", refused)
+    monkeypatch.setattr(archive, "verify", refused)
     with pytest.raises(PermissionError, match=r"2\.pt may not be read by this user .*Change its permissions"):
         subject.load(tmp_path / "2")
     found, passed_over = checkpoint.newest(tmp_path, network())

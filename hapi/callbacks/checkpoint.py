@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hapi import checkpoint
 from hapi.callbacks.base import LAST, Logs, Saver
@@ -15,7 +15,9 @@ from hapi.callbacks.monitor import Monitor
 from hapi.callbacks.retention import Retention
 from hapi.callbacks.terminal import note
 from hapi.distributed import group
-from hapi.writer import Writer
+
+if TYPE_CHECKING:
+    from hapi.writer import Writer
 
 
 class ModelCheckpoint(Saver):
@@ -75,7 +77,7 @@ class ModelCheckpoint(Saver):
         self.keep_last, self.save_top_k = keep_last, save_top_k
         self.on_save_error = on_save_error
         self._watch = Monitor("ModelCheckpoint", monitor, mode) if monitor is not None else None
-        self._writer = Writer() if asynchronous else None
+        self._writer = _writer() if asynchronous else None
         self._retention = Retention(keep_last, save_top_k)
         self._unsaved: int | None = None
         self._saved_at = 0
@@ -224,6 +226,12 @@ class ModelCheckpoint(Saver):
         if error is not None:
             raise error
         raise OSError(text) if is_of_disk else RuntimeError(f"Rank 0 could not save: {text}")
+
+
+def _writer() -> Writer:
+    from hapi.writer import Writer
+
+    return Writer()
 
 
 def _check_count(name: str, value: Any) -> None:
