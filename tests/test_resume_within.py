@@ -36,6 +36,20 @@ def test_a_state_that_loads_again_nothing(tmp_path):
     assert fresh.read == 3 * 6 - 8
 
 
+def test_a_batch_without_samples_moves_no_state(tmp_path):
+    class Gapped(resume_within.Stateful):
+        def __iter__(self):
+            for batch in super().__iter__():
+                yield tuple(part[: len(part) * (self.at != 2)] for part in batch)
+
+    with pytest.raises(Ended):
+        trained("stateful", tmp_path, EndsAt(8), data=Gapped())
+    fresh = Gapped()
+    trained("stateful", tmp_path, data=fresh, resume=True)
+    # Five of six batches have samples: eight steps are six batches and, past the gap, four.
+    assert fresh.read == 3 * 6 - 10
+
+
 def test_a_save_that_another_rank_had_no_part_in_resumes_with_a_warning(tmp_path):
     """As if rank 0 alone had called save within an epoch."""
     with pytest.raises(Ended):

@@ -85,49 +85,48 @@ class SelfShardedFeed(Feed):
         self.ordered = group.get_world_size() == 1
         if self.ordered and isinstance(loader, Sized) and not _is_iterable_loader(loader):
             self.steps = len(loader)
+        # Only training is gone on with: an evaluation need not ask.
+        stateful = lockstep and hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        self._stateful: Any = loader if stateful else None
+        # After each of the last two batches: one may have been read ahead.
         self._states: deque[Any] = deque(maxlen=2)
-        self._taken = self._given = 0
+        self._ahead = 0
 
     def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
         """See `Feed.pieces`."""
         set_epoch(self._loader, epoch)
         # Whoever shuffles all of the data before taking a part of it counts on equal generators, as scripts have them.
         rng.set_streams(rng.mix(self._seed, rng.ORDER, epoch))
+        self.restore(start.data)
+        skipped = start.step if self._stateful is None or start.data is None else 0
         self._states.clear()
-        self._taken = self._given = start.step
-        if start.data is not None:
-            self.restore(start.data)
-        skipped = start.step if start.data is None else 0
+        self._ahead = -skipped
         for piece in in_step(self._numbered(start.step - skipped), self._lockstep, skipped):
-            self._given += 1
+            self._ahead -= 1
             yield piece
 
     def _numbered(self, first: int) -> Iterator[Local]:
         for number, batch in enumerate(self._loader, first):
-            if self._is_stateful():
-                self._states.append(copy.deepcopy(self._stateful().state_dict()))
-            self._taken = number + 1
-            yield batch, batches.size_of(batch), number
+            size = batches.size_of(batch)
+            if size:
+                self._ahead += 1
+                if self._stateful is not None:
+                    self._states.append(copy.deepcopy(self._stateful.state_dict()))
+            yield batch, size, number
 
     def state(self, within: bool) -> Any:
         """See `Feed.state`. A batch that is read ahead belongs to the next process."""
-        if not self._is_stateful():
+        if self._stateful is None:
             return None
         if not within or not self._states:
-            return self._stateful().state_dict()
-        ahead = min(self._taken - self._given, len(self._states) - 1)
-        return self._states[-1 - max(0, ahead)]
+            return self._stateful.state_dict()
+        # Below zero where this rank's data has ended before the others'.
+        return self._states[-1 - min(max(0, self._ahead), len(self._states) - 1)]
 
     def restore(self, state: Any) -> None:
         """See `Feed.restore`."""
-        if state is not None and self._is_stateful():
-            self._stateful().load_state_dict(state)
-
-    def _is_stateful(self) -> bool:
-        return hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict")
-
-    def _stateful(self) -> Any:
-        return self._loader
+        if state is not None and self._stateful is not None:
+            self._stateful.load_state_dict(state)
 
 
 class LocalFeed(Feed):
