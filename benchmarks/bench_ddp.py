@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from bench_fit import heading, machine, now, row
+from bench_fit import machine, now, report
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset
@@ -231,18 +231,6 @@ def exchanges(name: str) -> str:
     return ", ".join(f"{count:.2f} {kind.removeprefix('gloo:')}" for kind, count in more.items())
 
 
-def report(rounds: list[dict[str, dict[str, float]]]) -> Iterator[str]:
-    """The closing tables."""
-    names = list(rounds[0])
-    yield heading("way", [f"{key} ({unit})" for key, unit in UNITS.items()])
-    for name in names:
-        yield row(name, [[one[name][key] for one in rounds] for key in UNITS])
-    yield "\n" + heading("ratio", list(UNITS))
-    for name, other in RATIOS:
-        if name in names and other in names:
-            yield row(f"{name} / {other}", [[one[name][key] / one[other][key] for one in rounds] for key in UNITS])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="A step of Model.fit on two processes against hand-written loops.")
     parser.add_argument("ways", nargs="*", default=list(WAYS), help=f"of {', '.join(WAYS)}")
@@ -262,7 +250,7 @@ def main() -> None:
     for number in range(options.rounds):
         print(f"round {number + 1} of {options.rounds}")
         rounds.append({name: timed(name) for name in options.ways})
-    print("", *report(rounds), sep="\n")
+    print("", *report(rounds, RATIOS, UNITS), sep="\n")
     print("\nexchanges of an optimizer step")
     for name in options.ways:
         print(f"{name:<28}{exchanges(name)}")

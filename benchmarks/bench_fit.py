@@ -26,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -211,16 +211,18 @@ def machine() -> str:
     )
 
 
-def report(rounds: list[dict[str, dict[str, float]]]) -> Iterator[str]:
-    """The closing tables."""
+def report(
+    rounds: list[dict[str, dict[str, float]]], ratios: Sequence[tuple[str, str]], units: Mapping[str, str]
+) -> Iterator[str]:
+    """The closing tables: of each way, in these units, and of each of these pairs that was run."""
     names = list(rounds[0])
-    yield heading("way", [f"{key} ({unit})" for key, unit in UNITS.items()])
+    yield heading("way", [f"{key} ({unit})" for key, unit in units.items()])
     for name in names:
-        yield row(name, [[one[name][key] for one in rounds] for key in UNITS])
-    yield "\n" + heading("ratio", list(UNITS))
-    for name, other in RATIOS:
+        yield row(name, [[one[name][key] for one in rounds] for key in units])
+    yield "\n" + heading("ratio", list(units))
+    for name, other in ratios:
         if name in names and other in names:
-            yield row(f"{name} / {other}", [[one[name][key] / one[other][key] for one in rounds] for key in UNITS])
+            yield row(f"{name} / {other}", [[one[name][key] / one[other][key] for one in rounds] for key in units])
 
 
 def heading(first: str, others: list[str]) -> str:
@@ -254,7 +256,7 @@ def main() -> None:
     for number in range(options.rounds):
         print(f"round {number + 1} of {options.rounds}")
         rounds.append({name: run_apart(name, options.denormals) for name in options.ways})
-    print("", *report(rounds), sep="\n")
+    print("", *report(rounds, RATIOS, UNITS), sep="\n")
 
 
 if __name__ == "__main__":

@@ -80,12 +80,11 @@ class Agreement:
         Raises:
             RuntimeError: A loss since the last meeting was infinite or NaN, on any rank.
         """
-        self._refuse_nonfinite(tally, epoch, step)
+        self._exchange(tally, epoch, step)
 
     def stops(self) -> bool:
         """Whether a rank has asked to stop, at the end of an epoch."""
-        asked, number = group.reduce_max([float(self._model.stop_training), float(self._signals.received)])
-        self._agree(asked, number)
+        self._exchange(None, 0, 0)
         return bool(self._model.stop_training)
 
     def end_epoch(self, tally: Tally, epoch: int, step: int) -> None:
@@ -101,7 +100,7 @@ class Agreement:
                 "drop_last=True leaves nothing of the parts in which it is read. Pass data with at least one sample, "
                 "whose __iter__ starts anew each time, or leave drop_last out."
             )
-        self._refuse_nonfinite(tally, epoch, step)
+        self._exchange(tally, epoch, step)
 
     def _stops_alone(self) -> bool:
         """Between two meetings: a process without others needs none."""
@@ -113,13 +112,20 @@ class Agreement:
     def _meet(self, tally: Tally | None, epoch: int, step: int) -> None:
         seconds = (time.monotonic() - self._since) / self._interval
         interval = min(_MOST_STEPS, 2 * self._interval, max(1, int(_SECONDS / max(seconds, 1e-9))))
-        slowest, saves = self._refuse_nonfinite(tally, epoch, step, -float(interval), float(self._wants_save()))
+        slowest, saves = self._exchange(tally, epoch, step, -float(interval), float(self._wants_save()))
         self._interval = self._countdown = max(1, -int(slowest))
         self._since = time.monotonic()
         self.saves = bool(saves) and tally is not None
 
-    def _refuse_nonfinite(self, tally: Tally | None, epoch: int, step: int, *more: float) -> list[float]:
-        """Agree on whether to stop, and the maxima of more values; raise if a loss is not finite."""
+    def _exchange(self, tally: Tally | None, epoch: int, step: int, *more: float) -> list[float]:
+        """The one collective: agree on whether to stop, raise if a loss is not finite, give the maxima of more values.
+
+        Args:
+            tally: Whose losses are looked at; None: none.
+            epoch: For the message, as `step`.
+            step: The last batch's number in the epoch.
+            more: What else to find the largest of over all ranks.
+        """
         ago = tally.take_nonfinite() if tally is not None and self._watches_loss else None
         if tally is not None and not self._watches_loss:
             tally.recent_losses.clear()
@@ -131,12 +137,9 @@ class Agreement:
         )  # fmt: skip
         if bad:
             raise nonfinite(epoch, step - int(most))
-        self._agree(asked, number)
-        return others
-
-    def _agree(self, asked: float, number: float) -> None:
         self._model.stop_training = bool(asked)
         self.signal = int(number)
+        return others
 
 
 def nonfinite(epoch: int, step: int) -> RuntimeError:

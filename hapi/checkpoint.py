@@ -51,6 +51,11 @@ def weights_path(path: str | Path) -> Path:
     return Path(text if text.endswith(".pt") else f"{text}.pt")
 
 
+def is_tensorfile(path: str | Path) -> bool:
+    """Whether a path asks, by its ending, for the weights alone in the format of `tensorfile`."""
+    return str(path).endswith(".safetensors")
+
+
 def training_path(path: str | Path) -> Path:
     """`path.opt.pt`."""
     weights = weights_path(path)
@@ -99,7 +104,7 @@ def write(path: str | Path, snapshot: Snapshot) -> None:
     Raises:
         OSError: The files cannot be written.
     """
-    if _is_tensorfile(path):
+    if is_tensorfile(path):
         from hapi import tensorfile
 
         tensorfile.write(Path(path), snapshot.weights)
@@ -162,7 +167,7 @@ def read_weights(path: str | Path) -> Weights:
         ValueError: It is damaged, or holds something else.
     """
     source = weights_path(path)
-    if _is_tensorfile(path):
+    if is_tensorfile(path):
         from hapi import tensorfile
 
         source = Path(path)
@@ -373,7 +378,3 @@ def _differences(state: Mapping[str, Any], expected: Mapping[str, Any]) -> list[
 
 def _shape(value: Any) -> str:
     return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-def _is_tensorfile(path: str | Path) -> bool:
-    return str(path).endswith(".safetensors")

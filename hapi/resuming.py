@@ -6,16 +6,36 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from hapi import checkpoint, cursor, files
+from hapi import checkpoint, cursor, files, rng
 from hapi.arguments import FitOptions
 from hapi.callbacks.terminal import say
 from hapi.data import Feed
 from hapi.distributed import group
+
+if TYPE_CHECKING:
+    from hapi.model import Model
+
+
+def start(model: Model, options: FitOptions) -> tuple[int, dict[str, Any] | None]:
+    """The run's seed; where it goes on from a checkpoint, load that, and give its training state."""
+    # Drawn in any case, so that the script's own stream goes on alike.
+    seed = group.broadcast_object(rng.draw_seed() if options.seed is None else options.seed)
+    source = find(options, model.network)
+    if source is None:
+        return seed, None
+    state = model._load(source)
+    if state is None:
+        raise ValueError(
+            f"resume found weights at {source}, but no training state that belongs to them, so the run cannot go on. "
+            "Resume from a checkpoint that fit or save has written, or load the weights by model.load and start anew."
+        )
+    restore_threads(state["position"])
+    return state["position"]["seed"], state
 
 
 def find(options: FitOptions, network: nn.Module) -> str | None:

@@ -58,7 +58,7 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
     from hapi import resuming
 
     stepper = engine.ready()
-    seed, state = _start(model, options)
+    seed, state = resuming.start(model, options)
     train, evaluation = _feeds(options, seed, train_data, eval_data, stepper.device)
     resumed = None if state is None else resuming.take_over(state, train)
     params = _fit_params(model, options, train, evaluation, resumed is not None)
@@ -218,25 +218,6 @@ def _requests(options: FitOptions, seed: int, train_data: Any, eval_data: Any) -
         Request("train_data", **for_train, shuffle=options.shuffle, drop_last=options.drop_last, seed=seed),
         Request("eval_data", **for_eval, lockstep=False),
     )
-
-
-def _start(model: Model, options: FitOptions) -> tuple[int, dict[str, Any] | None]:
-    """The run's seed; where it goes on from a checkpoint, load that, and give its training state."""
-    from hapi import resuming
-
-    # Drawn in any case, so that the script's own stream goes on alike.
-    seed = group.broadcast_object(rng.draw_seed() if options.seed is None else options.seed)
-    source = resuming.find(options, model.network)
-    if source is None:
-        return seed, None
-    state = model._load(source)
-    if state is None:
-        raise ValueError(
-            f"resume found weights at {source}, but no training state that belongs to them, so the run cannot go on. "
-            "Resume from a checkpoint that fit or save has written, or load the weights by model.load and start anew."
-        )
-    resuming.restore_threads(state["position"])
-    return state["position"]["seed"], state
 
 
 def _fit_params(

@@ -17,14 +17,8 @@ import torch
 
 from hapi import files
 
-SUFFIX = ".safetensors"
 # The versions of the modules, by which a module knows a state dict that it wrote itself.
 _VERSIONS = "hapi.versions"
-
-
-def is_meant(path: Any) -> bool:
-    """Whether a path asks for this format, by its ending."""
-    return str(path).endswith(SUFFIX)
 
 
 def write(path: Path, state: Mapping[str, Any]) -> None:

@@ -72,12 +72,6 @@ class Channel:
         for thread in self._threads:
             thread.start()
 
-    @staticmethod
-    def _begin(work: Callable[[], None]) -> threading.Thread:
-        thread = threading.Thread(target=work, name=f"hapi-channel{work.__name__}", daemon=True)
-        thread.start()
-        return thread
-
     # What the main thread asks for
 
     def gather(self, least: int) -> None:
