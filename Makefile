@@ -1,5 +1,6 @@
 # make demo     train on the Fashion-MNIST sample that the package ships: bar, accuracy, checkpoint
-# make test     the tests;  make test ARGS="-k summary"  some of them
+# make test     the tests (6 minutes on 2 cores);  make test ARGS="-k summary"  some of them
+# make test-slow  the rest: more drawn cases, more kills, more ranks, longer trainings (6 minutes)
 # make test-launchers   the MNIST example under every launcher, installed for that (Debian and root for some of them;
 #                       HAPI_DATA_HOME; 8 minutes). HAPI_LAUNCHERS_OPTIONAL=1: what cannot be installed is left out
 # make lint     ruff and mypy
@@ -16,7 +17,7 @@ ARGS ?=
 python := $(or $(PYTHON),$(VENV)/bin/python)
 pip := $(python) -m pip --disable-pip-version-check install
 
-.PHONY: help demo test test-launchers lint bench clean install
+.PHONY: help demo test test-slow test-launchers lint bench clean install
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -27,6 +28,10 @@ demo: install
 test: needs := pytest
 test: install
 	$(python) -m pytest $(ARGS)
+
+test-slow: needs := pytest
+test-slow: install
+	$(python) -m pytest -m slow $(ARGS)
 
 test-launchers: needs := pytest
 test-launchers: install

@@ -42,6 +42,7 @@ def files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_quickstart_alone(tmp_path: Path) -> None:
     output = run(example("quickstart"), cwd=tmp_path)
     (accuracy,) = accuracies(output)
@@ -66,11 +67,13 @@ def test_quickstart_on_two_processes(tmp_path: Path) -> None:
     assert files(kept) == {f"{name}{ending}" for name in (1, 2, "final") for ending in (".pt", ".opt.pt")}
 
 
+@pytest.mark.slow
 def test_custom_step_on_two_processes(tmp_path: Path) -> None:
     first, second = accuracies(run(*TORCHRUN, example("custom_step"), "1", cwd=tmp_path))
     assert first == second >= 0.7
 
 
+@pytest.mark.slow
 def test_one_epoch_of_mnist(tmp_path: Path, data_home: Path) -> None:
     (accuracy,) = accuracies(run(example("mnist"), "1", cwd=tmp_path))
     assert accuracy >= 0.95

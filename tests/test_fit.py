@@ -384,7 +384,7 @@ def test_step_outputs_are_not_kept_alive():
     import gc
     import weakref
 
-    x, y = make_data(n=60)
+    x, y = make_data(n=12)
     alive = []
 
     class Watch(Callback):

@@ -18,6 +18,7 @@ def test_resumed_runs_end_with_the_same_bits(tmp_path):
     resume_runs.check(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [3])
 def test_so_they_do_on_several_processes(tmp_path, processes):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]

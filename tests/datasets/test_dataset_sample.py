@@ -69,6 +69,7 @@ def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_script_makes_the_shipped_bytes(data_home: Path, tmp_path: Path) -> None:
     runpy.run_path(str(ROOT / "tools" / "make_fashion_sample.py"))["main"]([str(data_home), "--out", str(tmp_path)])
     shipped = resources.files("hapi.datasets") / "samples"

@@ -126,7 +126,7 @@ class Cifar10AsFound(torchvision.datasets.CIFAR10):
     ("ours", "theirs"),
     [
         (MNIST, torchvision.datasets.MNIST),
-        (FashionMNIST, torchvision.datasets.FashionMNIST),
+        pytest.param(FashionMNIST, torchvision.datasets.FashionMNIST, marks=pytest.mark.slow),
         (CIFAR10, Cifar10AsFound),
     ],
 )

@@ -16,18 +16,28 @@ from ranks import Ranks, alone
 SEED = int(os.environ.get("HAPI_TEST_SEED", "1"))
 CASES = int(os.environ.get("HAPI_TEST_CASES", "520"))
 PER_TEST = 40
+ALWAYS = 160
+"""So many of them are run by `make test`, all by `make test-slow`."""
 MORE_RANKS = range(5, 9)
 """World sizes of which there are a few cases each: as many processes have to be started."""
 
 close = pytest.approx
 
 
-@pytest.mark.parametrize("first", range(0, CASES, PER_TEST))
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(number, marks=[pytest.mark.slow] if number >= ALWAYS else [])
+        for number in range(0, CASES, PER_TEST)
+    ],
+)
 def test_drawn_cases(ranks, first):
     check_all(ranks, [drawn.draw(SEED, number) for number in range(first, min(CASES, first + PER_TEST))])
 
 
-@pytest.mark.parametrize("world", MORE_RANKS)
+@pytest.mark.parametrize(
+    "world", [*(pytest.param(world, marks=pytest.mark.slow) for world in MORE_RANKS[:-1]), MORE_RANKS[-1]]
+)
 def test_drawn_cases_of_more_ranks(world):
     pool = Ranks(world)
     try:

@@ -52,6 +52,7 @@ def train(root: str) -> dict[str, list[float]]:
     return history.history
 
 
+@pytest.mark.slow
 def test_an_epoch_of_mnist_ends_with_the_same_losses(ranks, data_home):
     wanted = alone(train, str(data_home))
     assert wanted["val_loss"][0] < 1.2

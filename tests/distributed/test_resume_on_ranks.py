@@ -6,10 +6,18 @@ import pytest
 import resume_within
 from resume_within import ROWS
 
+FEW = ("dataset", "accumulating", "loader", "stream")
+OTHERS = tuple(kind for kind in resume_within.KINDS if kind not in FEW)
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_the_same_bits(ranks, tmp_path, world):
-    kinds = resume_within.KINDS if world != 4 else ("dataset", "accumulating", "loader", "stream")
+
+@pytest.mark.parametrize(
+    ("world", "kinds"),
+    [
+        (3, FEW),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in [(3, OTHERS), (2, FEW), (2, OTHERS), (4, FEW)]),
+    ],
+)
+def test_the_same_bits(ranks, tmp_path, world, kinds):
     for kind in kinds:
         ranks(world).run(resume_within.check, kind, tmp_path / kind)
 

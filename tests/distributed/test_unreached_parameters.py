@@ -11,7 +11,9 @@ CASES = 120
 PER_TEST = 30
 
 
-@pytest.mark.parametrize("first", range(0, CASES, PER_TEST))
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(PER_TEST, CASES, PER_TEST))]
+)
 def test_a_part_of_the_network_trains_as_in_one_process_whoever_reaches_it(ranks, first):
     failures = []
     for number in range(first, first + PER_TEST):

@@ -1,6 +1,6 @@
 """A training of two processes, killed at any instant and started again, ends as if nothing had been.
 
-HAPI_TEST_KILLS sets how often (30), HAPI_TEST_SEED when.
+HAPI_TEST_KILLS sets how often (30, and 4 without the slow tests), HAPI_TEST_SEED when.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ def ended_in_a_write(life: Life) -> bool:
     return killed_itself
 
 
-def test_killed_runs_end_with_the_bits_of_one_that_was_not(tmp_path, undisturbed):
+@pytest.mark.parametrize("wanted", [4, pytest.param(KILLS, marks=pytest.mark.slow)])
+def test_killed_runs_end_with_the_bits_of_one_that_was_not(tmp_path, undisturbed, wanted):
     rng = random.Random(SEED)
     log: list[str] = []
     kills, counted, runs = 0, 0, 0
-    while counted < KILLS:
+    while counted < wanted:
         runs += 1
         folder = tmp_path / f"run{runs}"
         while True:
@@ -72,10 +73,9 @@ def test_killed_runs_end_with_the_bits_of_one_that_was_not(tmp_path, undisturbed
             # A kill before the first checkpoint proves nothing.
             counted += newest_step(folder) > 0
             log.append(f"run {runs}: from step {before}, killed at {newest_step(folder)} of {LAST} by {dies_at}")
-            if counted >= KILLS and newest_step(folder) > 0:
+            if counted >= wanted and newest_step(folder) > 0:
                 life = Life(folder)
                 break
         assert life.result() == undisturbed, f"other bits after {kills} kills:\n" + "\n".join(log)
     print("\n".join(log))
     print(f"{kills} kills in {runs} runs, {counted} of them after a first checkpoint: 0 losses, 0 hangs")
-    assert counted >= KILLS

@@ -265,6 +265,7 @@ for count in range(int(sys.argv[3])):
 SAVES = 15
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_folder(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SAVING, str(tmp_path)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -140,6 +140,7 @@ def test_workers_and_all_when_the_whole_group_is_signalled(tmp_path):
     assert len(list((tmp_path / "saved").glob("step_*.pt"))) == 2, "one pair"
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(tmp_path):
     process = start(tmp_path, "slow")
     arrived(tmp_path)
@@ -156,7 +157,11 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 @pytest.mark.parametrize(
     ("launcher", "number", "code"),
-    [(HAPIRUN, signal.SIGTERM, 143), (HAPIRUN, signal.SIGINT, 130), (TORCHRUN, signal.SIGTERM, 1)],
+    [
+        (HAPIRUN, signal.SIGTERM, 143),
+        pytest.param(HAPIRUN, signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(TORCHRUN, signal.SIGTERM, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_two_processes(tmp_path, launcher, number, code):
     process = start(tmp_path, "train" if number == signal.SIGTERM else "eval", launcher=launcher)
