@@ -1,4 +1,4 @@
-"""An exception that ends a rank, left where torch's agent looks for it: its summary then shows the real traceback."""
+"""An exception that ends a rank, made known to the launcher: to torch's agent for its summary, to hydra as an abort."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _failed = False
 
 
 def watch() -> None:
-    """From now on leave an uncaught exception in the launcher's error file. Calling it again does nothing."""
+    """From now on make an uncaught exception known to the launcher. Calling it again does nothing."""
     global _watching
     if _watching == os.getpid():
         return
@@ -30,6 +30,8 @@ def watch() -> None:
             _failed = True
             _report(error.with_traceback(trace))
         before(kind, error, trace)
+        if os.getpid() == _watching:
+            _abort_others()
 
     sys.excepthook = hook
 
@@ -37,6 +39,23 @@ def watch() -> None:
 def has_failed() -> bool:
     """Whether an uncaught exception is ending this process."""
     return _failed
+
+
+def _abort_others() -> None:
+    """Have hydra (MPICH, Intel MPI) end the job.
+
+    It ends the others by itself where a rank was killed, but not where one exits, with whatever code: it would wait for
+    a rank that is stopped, or computes on. Open MPI, Slurm and torch's agent need no word.
+    """
+    if "HYDI_CONTROL_FD" not in os.environ or int(os.environ.get("PMI_SIZE", "1")) < 2:
+        return
+    # It ends this process too, at once.
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    try:
+        os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=1\n")
+    except (KeyError, ValueError, OSError) as failed:
+        print(f"hapi: mpiexec cannot be told to end the other ranks: {failed}", file=sys.stderr)
 
 
 def _report(error: BaseException) -> None:
