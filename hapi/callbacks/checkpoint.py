@@ -208,24 +208,36 @@ class ModelCheckpoint(Saver):
             raise error
 
     def _on_rank_0(self, save: Callable[[], None]) -> bool:
-        """Run it on rank 0; what it raises stops all ranks, which would wait for rank 0 otherwise."""
-        error: Exception | None = None
-        if group.speaks_for_all():
-            try:
-                save()
-            except Exception as raised:
-                error = raised
-        told = group.broadcast_object(None if error is None else (isinstance(error, OSError), str(error)))
-        if told is None:
-            return True
-        is_of_disk, text = told
-        if is_of_disk and self.on_save_error == "continue":
-            if error is not None:
-                warnings.warn(f"ModelCheckpoint goes on without this checkpoint: {text}", stacklevel=2)
-            return False
+        return save_on_rank_0(save, self.on_save_error)
+
+
+def save_on_rank_0(save: Callable[[], None], on_save_error: str = "stop") -> bool:
+    """Save on rank 0, called on all ranks; what it raises stops all of them, which would wait for rank 0 otherwise.
+
+    Args:
+        save: Called on rank 0 alone.
+        on_save_error: ``"continue"``: an ``OSError`` becomes a warning.
+
+    Returns:
+        Whether it was saved.
+    """
+    error: Exception | None = None
+    if group.speaks_for_all():
+        try:
+            save()
+        except Exception as raised:
+            error = raised
+    told = group.broadcast_object(None if error is None else (isinstance(error, OSError), str(error)))
+    if told is None:
+        return True
+    is_of_disk, text = told
+    if is_of_disk and on_save_error == "continue":
         if error is not None:
-            raise error
-        raise OSError(text) if is_of_disk else RuntimeError(f"Rank 0 could not save: {text}")
+            warnings.warn(f"ModelCheckpoint goes on without this checkpoint: {text}", stacklevel=2)
+        return False
+    if error is not None:
+        raise error
+    raise OSError(text) if is_of_disk else RuntimeError(f"Rank 0 could not save: {text}")
 
 
 def _writer() -> Writer:

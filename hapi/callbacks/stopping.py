@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hapi.callbacks.base import SAVING, Callback, Logs
-from hapi.callbacks.checkpoint import ModelCheckpoint
+from hapi.callbacks.checkpoint import ModelCheckpoint, save_on_rank_0
 from hapi.callbacks.monitor import Monitor
 from hapi.callbacks.terminal import note, number
 
@@ -97,7 +97,7 @@ class EarlyStopping(Callback):
     def _save_best(self) -> None:
         save_dir = self.params.get("save_dir")
         if self.save_best_model and save_dir is not None and not self._another_saves_best():
-            self.model.save(os.path.join(save_dir, "best_model"))
+            save_on_rank_0(lambda: self.model.save(os.path.join(save_dir, "best_model")))
 
     def _another_saves_best(self) -> bool:
         others = self.params.get("callbacks", ())

@@ -12,7 +12,7 @@ from ranks import alone, same
 from torch.utils.data import IterableDataset
 
 import hapi
-from hapi import agreement
+from hapi import agreement, files
 from hapi.distributed import group
 
 
@@ -146,6 +146,31 @@ class Uneven(IterableDataset):
     def __iter__(self) -> Any:
         for number in range(self.length):
             yield torch.tensor([float(number)]), torch.zeros(1)
+
+
+def best_model_on_a_full_disk(folder: str, saver: str) -> str:
+    real = files.draft
+
+    def draft(path, *rest):
+        if path.name.startswith("best_model"):
+            raise OSError(28, "No space left on device", str(path))
+        return real(path, *rest)
+
+    files.draft = draft
+    try:
+        callback = getattr(hapi.callbacks, saver)(monitor="loss")
+        prepared().fit(ramp(12), batch_size=2, epochs=3, save_dir=folder, verbose=0, callbacks=callback)
+    except OSError as error:
+        return str(error)
+    finally:
+        files.draft = real
+    return "went on"
+
+
+@pytest.mark.parametrize("saver", ["EarlyStopping", "ModelCheckpoint"])
+def test_a_best_model_that_cannot_be_saved_stops_all_ranks(ranks, tmp_path, saver):
+    for said in ranks(2).run(best_model_on_a_full_disk, str(tmp_path), saver):
+        assert "No space left on device" in said and "best_model" in said
 
 
 def uneven(lengths: list[int], batch: int, accumulate: int, num_iters: int | None) -> tuple[int, int, int, float]:

@@ -54,6 +54,12 @@ class Launch:
     def kill(self, number):
         os.kill(self.pid, number)
 
+    def end(self):
+        """See that it has ended."""
+        if self._process.is_alive():
+            self.kill(signal.SIGKILL)
+            self._process.join()
+
     def until(self, name, timeout=PATIENCE):
         """Wait for a file that the script makes; its text. A launcher that ends without it is not waited for."""
         path = self.folder / name

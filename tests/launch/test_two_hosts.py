@@ -2,52 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
-import subprocess
 import time
 
 import pytest
 from launches import Launch, eventually, is_gone
+from two_hosts import ADDRESSES, HOSTS, ip, make_hosts, remove_hosts
 
 # Minutes of hosts that come and go, on network namespaces: `make test-launchers`.
 pytestmark = pytest.mark.launchers
 
-PREFIX = f"ha{os.getpid() % 10000}"
-HOSTS = (f"{PREFIX}h0", f"{PREFIX}h1")
-ADDRESSES = ("10.231.7.10", "10.231.7.9")  # in the order of neither texts nor numbers
 IPS = ("--ips", ",".join(ADDRESSES))
 LONG = 300.0
 
 
-def ip(*words, check=True):
-    return subprocess.run(["ip", *words], check=check, capture_output=True, text=True)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _hosts():
-    if shutil.which("ip") is None:
-        pytest.skip("iproute2 is not installed: no network namespaces to play hosts")
-    try:
-        _make_hosts()
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"not permitted on this machine: network namespaces ({error.stderr.strip()})")
+    make_hosts()
     yield
-    for host in HOSTS:
-        ip("netns", "del", host)
-
-
-def _make_hosts():
-    for host in HOSTS:
-        ip("netns", "add", host)
-    ip("link", "add", f"{PREFIX}v0", "type", "veth", "peer", "name", f"{PREFIX}v1")
-    for index, (host, address) in enumerate(zip(HOSTS, ADDRESSES, strict=True)):
-        ip("link", "set", f"{PREFIX}v{index}", "netns", host)
-        ip("-n", host, "link", "set", f"{PREFIX}v{index}", "name", "eth0")
-        ip("-n", host, "addr", "add", f"{address}/24", "dev", "eth0")
-        for link in ("lo", "eth0"):
-            ip("-n", host, "link", "set", link, "up")
+    remove_hosts()
 
 
 def launch_both(folder, script, *options, arguments=(), **more):
