@@ -1,6 +1,6 @@
 # make demo     train on the Fashion-MNIST sample that the package ships: bar, accuracy, checkpoint
-# make test     the tests (6 minutes on 2 cores);  make test ARGS="-k summary"  some of them
-# make test-slow  the rest: more drawn cases, more kills, more ranks, longer trainings (6 minutes)
+# make test     the tests (7 minutes on 2 cores);  make test ARGS="-k summary"  some of them
+# make test-slow  the rest: more drawn cases, more kills, more ranks, longer trainings (5 minutes)
 # make test-launchers   the MNIST example under every launcher, installed for that (Debian and root for some of them;
 #                       HAPI_DATA_HOME; 8 minutes). HAPI_LAUNCHERS_OPTIONAL=1: what cannot be installed is left out
 # make lint     ruff and mypy

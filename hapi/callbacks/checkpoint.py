@@ -174,7 +174,7 @@ class ModelCheckpoint(Saver):
         folder = Path(self.save_dir if self.save_dir is not None else self.params["save_dir"])
         dropped = self._retention.dropped()
         path = os.path.join(folder, name)
-        if self._on_rank_0(lambda: self._write(path, folder, dropped)):
+        if save_on_rank_0(lambda: self._write(path, folder, dropped), self.on_save_error):
             note(self.verbose, self.params, f"ModelCheckpoint: saved {path}")
 
     def _write(self, path: str, folder: Path, dropped: list[str]) -> None:
@@ -200,15 +200,12 @@ class ModelCheckpoint(Saver):
     def _finish(self) -> None:
         """Wait for the last save, and agree on what became of it."""
         if self._writer is not None:
-            self._on_rank_0(self._raise_pending)
+            save_on_rank_0(self._raise_pending, self.on_save_error)
 
     def _raise_pending(self) -> None:
         error = self._writer.wait() if self._writer is not None else None
         if error is not None:
             raise error
-
-    def _on_rank_0(self, save: Callable[[], None]) -> bool:
-        return save_on_rank_0(save, self.on_save_error)
 
 
 def save_on_rank_0(save: Callable[[], None], on_save_error: str = "stop") -> bool:

@@ -26,11 +26,12 @@ def watch() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         global _failed
         # A fork has the hook, but neither the rank nor the file.
-        if os.getpid() == _watching:
+        is_rank = os.getpid() == _watching
+        if is_rank:
             _failed = True
             _report(error.with_traceback(trace))
         before(kind, error, trace)
-        if os.getpid() == _watching:
+        if is_rank:
             _abort_others()
 
     sys.excepthook = hook

@@ -77,8 +77,8 @@ def _take_the_rank() -> None:
 
 
 def _stop() -> None:
-    # After an exception the others are gone or will be: nothing is to be agreed with them any more.
     global _own, _control
+    # After an exception the others are gone or will be: nothing is to be agreed with them any more.
     if is_initialized() and dist.group.WORLD is _own and not excepthook.has_failed():
         dist.destroy_process_group()
         # The last references: with them its threads end, now. One that lets go of a tensor while the interpreter is

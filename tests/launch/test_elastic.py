@@ -11,9 +11,9 @@ import time
 
 import pytest
 from launches import Launch
-from two_hosts import ADDRESSES, HOSTS, make_hosts, remove_hosts
+from two_hosts import ADDRESSES, HOSTS
 
-pytestmark = pytest.mark.launchers
+pytestmark = [pytest.mark.launchers, pytest.mark.usefixtures("hosts")]
 
 TRIES = int(os.environ.get("HAPI_TEST_TRIES", "1"))
 OPTIONS = ("--nnodes", "1:2", "--master", f"{ADDRESSES[0]}:29500", "--max_restart", "3")
@@ -48,13 +48,6 @@ history = model.fit(
 weights = torch.cat([p.detach().flatten() for p in net.parameters()]).sum().item()
 Path("end").write_text(f"{{hapi.distributed.get_world_size()}} {{model.epochs_trained}} {{history.epoch}} {{weights}}")
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _hosts():
-    make_hosts()
-    yield
-    remove_hosts()
 
 
 class Run:

@@ -7,20 +7,13 @@ import time
 
 import pytest
 from launches import Launch, eventually, is_gone
-from two_hosts import ADDRESSES, HOSTS, ip, make_hosts, remove_hosts
+from two_hosts import ADDRESSES, HOSTS, ip
 
 # Minutes of hosts that come and go, on network namespaces: `make test-launchers`.
-pytestmark = pytest.mark.launchers
+pytestmark = [pytest.mark.launchers, pytest.mark.usefixtures("hosts")]
 
 IPS = ("--ips", ",".join(ADDRESSES))
 LONG = 300.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _hosts():
-    make_hosts()
-    yield
-    remove_hosts()
 
 
 def launch_both(folder, script, *options, arguments=(), **more):

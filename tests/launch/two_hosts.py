@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from contextlib import contextmanager
 
 import pytest
 
@@ -17,17 +18,16 @@ def ip(*words, check=True):
     return subprocess.run(["ip", *words], check=check, capture_output=True, text=True)
 
 
-def make_hosts():
-    """Make them, or skip the test where the machine does not permit it."""
+@contextmanager
+def made():
+    """The hosts are there within; the test is skipped where the machine does not permit them."""
     if shutil.which("ip") is None:
         pytest.skip("iproute2 is not installed: no network namespaces to play hosts")
     try:
         _make()
     except subprocess.CalledProcessError as error:
         pytest.skip(f"not permitted on this machine: network namespaces ({error.stderr.strip()})")
-
-
-def remove_hosts():
+    yield
     for host in HOSTS:
         ip("netns", "del", host)
 
