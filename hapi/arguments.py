@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from hapi.checks import positive_int
+from hapi.distributed import group
 
 _STRATEGIES = ("auto", "ddp")
 _NAN_POLICIES = ("stop", "ignore")
@@ -61,6 +62,14 @@ class FitOptions:
         """Samples per process and evaluation step; None: not given."""
         return self.batch_size[1] if isinstance(self.batch_size, Sequence) else self.batch_size
 
+    def alike(self) -> dict[str, Any]:
+        """What has to be the same on every rank: not how much is said, how data is loaded, or where rank 0 saves."""
+        free = ("log_freq", "verbose", "num_workers", "seed", "save_dir", "resume")
+        values = {name: value for name, value in vars(self).items() if name not in free}
+        # Folders may have other names on other hosts.
+        named = {name: getattr(self, name) for name in ("save_dir", "resume")}
+        return values | {name: v if v is None or isinstance(v, bool) else "a path" for name, v in named.items()}
+
     def _check_switches(self) -> None:
         for name in ("shuffle", "drop_last"):
             if getattr(self, name) not in (None, True, False):
@@ -98,6 +107,39 @@ class FitOptions:
                 "resume=True was given without save_dir, so there is no folder to look for checkpoints in. "
                 'Write fit(..., save_dir="checkpoints", resume=True), or resume="checkpoints/3".'
             )
+
+
+def same_on_all_ranks(call: str, values: Mapping[str, Any]) -> None:
+    """Called first in each call of fit, evaluate and predict, on every rank: all make the same call.
+
+    Args:
+        call: The method's name.
+        values: By name, what decides how many steps are taken, what they compute, and where ranks meet. Plain values.
+
+    Raises:
+        RuntimeError: Ranks have called different methods.
+        ValueError: A value differs.
+    """
+    ranks = group.gather_objects((call, dict(values)))
+    calls = [other for other, _ in ranks]
+    if len(set(calls)) > 1:
+        places = ", ".join(f"rank {rank} has called {name}" for rank, name in enumerate(calls))
+        raise RuntimeError(
+            f"The ranks have made different calls: {places}. Each has to be made by all ranks alike. Call fit, "
+            "evaluate and predict on every rank, not under a condition that holds on some of them."
+        )
+    first = ranks[0][1]
+    for rank, (_, other) in enumerate(ranks):
+        for name in [*first, *(name for name in other if name not in first)]:
+            ours, theirs = first.get(name), other.get(name)
+            # NaN is the same as NaN here.
+            if repr(ours) != repr(theirs):
+                raise ValueError(
+                    f"{call} was called with {name}={ours!r} on rank 0 and {name}={theirs!r} on rank {rank}, but all "
+                    "ranks share one order of samples, one set of weights and the same steps. Give all ranks the same "
+                    "value; what only rank 0 is to do belongs into a callback of your own that asks for "
+                    "hapi.distributed.get_rank()."
+                )
 
 
 def check_reading(num_workers: Any, verbose: Any) -> None:

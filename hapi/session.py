@@ -12,9 +12,9 @@ import torch
 
 from hapi import files, loop, modes, report, rng, signals
 from hapi.agreement import Agreement
-from hapi.arguments import FitOptions, check_reading
+from hapi.arguments import FitOptions, check_reading, same_on_all_ranks
 from hapi.callbacks import History
-from hapi.callbacks.base import CallbackList, default_callbacks
+from hapi.callbacks.base import CallbackList, alike, default_callbacks
 from hapi.checks import positive_int
 from hapi.cursor import Cursor
 from hapi.data import Feed, Request, make_feed
@@ -58,16 +58,20 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
     from hapi import resuming
 
     stepper = engine.ready()
+    chosen = default_callbacks(
+        callbacks, verbose=options.verbose, log_freq=options.log_freq, save_dir=options.save_dir,
+        save_freq=options.save_freq,
+    )  # fmt: skip
+    evaluates = None if eval_data is None else "given"
+    same_on_all_ranks(
+        "fit", {**options.alike(), "eval_data": evaluates, "callbacks": alike(chosen), **engine.prepared.alike()}
+    )
     seed, state = resuming.start(model, options)
     train, evaluation = _feeds(options, seed, train_data, eval_data, stepper.device)
     resumed = None if state is None else resuming.take_over(state, train)
     params = _fit_params(model, options, train, evaluation, resumed is not None)
     if engine.prepared.schedule is not None:
         engine.prepared.schedule.check(params["metrics"])
-    chosen = default_callbacks(
-        callbacks, verbose=options.verbose, log_freq=options.log_freq, save_dir=options.save_dir,
-        save_freq=options.save_freq,
-    )  # fmt: skip
     _refuse_unwritable([options.save_dir, *(getattr(callback, "save_dir", None) for callback in chosen)])
     run = loop.Run(model, engine.split, stepper, engine.prepared.metrics, CallbackList(chosen, model, params), seed)
     cursor = Cursor(train, lambda: stepper.learning_rate, 0 if resumed is None else resumed.iterations)
@@ -129,7 +133,7 @@ def _leaving_in_order() -> Iterator[None]:
 
 def evaluate(model: Model, data: Any, callbacks: Any, options: PassOptions, num_iters: int | None) -> dict[str, float]:
     """Evaluate; see `Model.evaluate`."""
-    with _single_pass(model, data, callbacks, options) as (run, feed):
+    with _single_pass(model, "evaluate", data, callbacks, options, {"num_iters": num_iters}) as (run, feed):
         model._engine.look_at_labels([feed])
         values = loop.evaluate(run, feed, num_iters)
     if not values and not model._engine.prepared.objective.missing:
@@ -148,14 +152,17 @@ def evaluate(model: Model, data: Any, callbacks: Any, options: PassOptions, num_
 
 def predict(model: Model, data: Any, callbacks: Any, options: PassOptions, stack_outputs: bool) -> Any:
     """Predict; see `Model.predict`."""
-    with _single_pass(model, data, callbacks, options) as (run, feed):
+    with _single_pass(model, "predict", data, callbacks, options, {"stack_outputs": stack_outputs}) as (run, feed):
         return loop.predict(run, feed, stack_outputs)
 
 
 @contextmanager
-def _single_pass(model: Model, data: Any, callbacks: Any, options: PassOptions) -> Iterator[tuple[loop.Run, Feed]]:
+def _single_pass(
+    model: Model, call: str, data: Any, callbacks: Any, options: PassOptions, more: dict[str, Any]
+) -> Iterator[tuple[loop.Run, Feed]]:
     engine = model._engine
     stepper = engine.ready()
+    same_on_all_ranks(call, {"batch_size": options.batch_size, **more, "metrics": engine.prepared.alike()["metrics"]})
     feed = make_feed(data, options.request(has_own_batches(data)), stepper.device)
     params = {
         "steps": feed.steps, "samples": feed.samples, "verbose": options.verbose, "log_freq": options.log_freq,

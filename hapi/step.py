@@ -64,6 +64,22 @@ class Prepared:
     scaler_state: dict[str, Any] | None = None
     """Of a loaded checkpoint, until the scaler is made."""
 
+    def alike(self) -> dict[str, Any]:
+        """What has to be the same on every rank, in plain values: each moves its own copy of the weights."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return {
+            "metrics": [name for metric in self.metrics for name in metric.names],
+            "optimizer": None if self.optimizer is None else type(self.optimizer).__name__,
+            "scheduler": None if self.schedule is None else type(self.schedule.scheduler).__name__,
+            "optimizer.param_groups": [
+                {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in group.items() if _is_setting(v)}
+                for group in groups
+            ],
+            "amp_configs": self.precision.dtype,
+            "clip_grad_norm": self.clip_grad_norm,
+            "sync_batchnorm": self.sync_batchnorm,
+        }
+
 
 class Stepper:
     """Computes steps of one network: training through the gradient exchange, evaluation on the bare network.
@@ -341,6 +357,10 @@ def _pair(returned: Any, method: str) -> tuple[Any, Any]:
         "Write `return loss, outputs`; a loss that knows its own weight is a pair in it: `return (sum, count), "
         "outputs`."
     )
+
+
+def _is_setting(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def _rate(optimizer: torch.optim.Optimizer) -> float | torch.Tensor:

@@ -64,6 +64,8 @@ class Callback:
 
     batch_freq: int = 1
     _place: int = OTHERS
+    # Whether it meets the other ranks or moves what they share, so that all of them need it.
+    _on_all_ranks: bool = False
     model: Any = None
     params: Mapping[str, Any] = {}
 
@@ -133,6 +135,8 @@ class Callback:
 
 class Saver(Callback):
     """A callback that saves at edges of optimizer steps, within an epoch too. All ranks decide alike."""
+
+    _on_all_ranks = True
 
     def saves_at(self, steps_trained: int) -> bool:
         """Whether it saves after so many steps; asked after each optimizer step."""
@@ -283,6 +287,18 @@ def default_callbacks(
     if save_dir is not None and all(elsewhere):
         added.append(ModelCheckpoint(save_freq))
     return [*added, *given]
+
+
+def alike(callbacks: Iterable[Callback]) -> list[str]:
+    """Those that all ranks need, with what they were set to; loggers may be one rank's alone."""
+    described = []
+    for callback in callbacks:
+        if getattr(callback, "_on_all_ranks", False):
+            free = ("save_dir", "verbose", "params", "model", "stopped_epoch")
+            chosen = {k: v for k, v in vars(callback).items() if k not in free and not k.startswith("_")}
+            plain = [f"{k}={v!r}" for k, v in chosen.items() if v is None or isinstance(v, bool | int | float | str)]
+            described.append(f"{type(callback).__name__}({', '.join(plain)})")
+    return described
 
 
 def as_list(callbacks: Callback | Sequence[Callback] | None) -> list[Callback]:

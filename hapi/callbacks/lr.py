@@ -23,6 +23,8 @@ class LRScheduler(Callback):
         ValueError: Both are True, or both False.
     """
 
+    _on_all_ranks = True
+
     def __init__(self, by_step: bool | None = None, by_epoch: bool | None = None) -> None:
         if by_step is not None and by_step == by_epoch:
             raise ValueError(
@@ -75,6 +77,8 @@ class ReduceLROnPlateau(Callback):
         ValueError: ``factor`` is not between 0 and 1, ``patience`` or ``cooldown`` is negative, ``mode`` is
             unknown or cannot be told from the name.
     """
+
+    _on_all_ranks = True
 
     def __init__(
         self,

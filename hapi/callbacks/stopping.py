@@ -37,6 +37,7 @@ class EarlyStopping(Callback):
 
     # Its best model holds the other callbacks' state of the same moment.
     _place = SAVING
+    _on_all_ranks = True
 
     def __init__(
         self,

@@ -280,8 +280,8 @@ def test_a_debug_mode_names_collectives_that_not_all_ranks_have_come_to():
                                  (1, "on_epoch_begin", "evaluate"), (0, "on_eval_begin", "evaluate")):  # fmt: skip
             said = same(pool.run(meet_otherwise, rank, hook, call))
             assert "rank 0 to " in said and "rank 1 to " in said
-            # The one compares its data; where the others are depends on the hook.
-            assert f"rank {rank} to gather_objects in hapi.data.sameness" in said
+            # The one compares its arguments; where the others are depends on the hook.
+            assert f"rank {rank} to gather_objects in hapi.arguments" in said
             assert "on every rank" in said
     finally:
         pool.close()
