@@ -248,7 +248,10 @@ class Model:
             update: Take an optimizer step. False only adds to the gradients of the next call that does.
 
         Returns:
-            This rank's `loss` and metrics of the batch.
+            This rank's `loss` and metrics of the batch; NaN where this rank, one of several, passed no samples.
+
+        Raises:
+            ValueError: A process alone passed no samples, or there is no optimizer.
         """
         return single.train_batch(self._engine, inputs, labels, update)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,11 +26,13 @@ def train_batch(engine: Engine, inputs: Any, labels: Any, update: bool) -> dict[
         )
     stepper = engine.ready()
     placed, placed_labels, size = _placed(engine, stepper, inputs, labels)
+    _refuse_no_samples("train_batch", size)
     # What other ranks, or further calls without an update, bring is not known: their weights travel with the gradients.
     alone = group.get_world_size() == 1 and update and not stepper.window_open
     stepper.forget_form()
     with modes.training(engine.network):
-        outcome = stepper.backward(placed, placed_labels, size, size if alone else None, last=update)
+        given = placed if size else None
+        outcome = stepper.backward(given, placed_labels, size, size if alone else None, last=update)
     if update:
         stepper.update()
     return _values(engine, stepper, outcome, placed_labels)
@@ -39,8 +42,9 @@ def eval_batch(engine: Engine, inputs: Any, labels: Any) -> dict[str, float]:
     """See `Model.eval_batch`."""
     stepper = engine.ready()
     placed, placed_labels, size = _placed(engine, stepper, inputs, labels)
+    _refuse_no_samples("eval_batch", size)
     with modes.evaluating(stepper.exchange.replica):
-        outcome = stepper.evaluate(placed, placed_labels, size)
+        outcome = stepper.evaluate(placed, placed_labels, size) if size else None
     return _values(engine, stepper, outcome, placed_labels)
 
 
@@ -59,8 +63,19 @@ def _placed(engine: Engine, stepper: Stepper, inputs: Any, labels: Any) -> tuple
     return chosen, move(engine.splitter.as_labels(labels), stepper.device), size_of(values)
 
 
+def _refuse_no_samples(call: str, size: int) -> None:
+    """Among several ranks one may well have none in a step; alone there would be nothing to compute on."""
+    if size == 0 and group.get_world_size() == 1:
+        raise ValueError(
+            f"{call} received a batch of no samples, whose mean loss is no number. Pass at least one sample, or leave "
+            "the call out where a batch is empty."
+        )
+
+
 def _values(engine: Engine, stepper: Stepper, outcome: Outcome | None, labels: Any) -> dict[str, float]:
-    tally = Tally(engine.prepared.metrics, stepper.device)
-    if outcome is not None:
-        tally.update(outcome.loss, outcome.weight, outcome.outputs, labels)
+    metrics = engine.prepared.metrics
+    if outcome is None:
+        return {name: math.nan for name in ("loss", *(name for metric in metrics for name in metric.names))}
+    tally = Tally(metrics, stepper.device)
+    tally.update(outcome.loss, outcome.weight, outcome.outputs, labels)
     return {name: float(value) for name, value in tally.logs().items()}

@@ -58,6 +58,16 @@ def test_a_step_is_a_plain_step() -> None:
     assert all(map(torch.equal, subject.network.parameters(), expected.parameters()))
 
 
+@pytest.mark.parametrize("loss", [None, lambda outputs, labels: cross_entropy(outputs, labels)])
+def test_a_batch_of_no_samples_is_refused(loss) -> None:
+    subject = model(loss)
+    for call in (subject.train_batch, subject.eval_batch):
+        with pytest.raises(ValueError, match=f"{call.__name__} received a batch of no samples"):
+            call(X[:0], Y[:0])
+    assert subject.predict_batch(X[:0]).shape == (0, 3)
+    assert close(subject.network, network())
+
+
 def test_a_loop_of_train_batch_is_fit() -> None:
     loop, whole = model(), model()
     for x, y in zip(X.split(4), Y.split(4), strict=True):

@@ -268,6 +268,30 @@ def test_train_batch_weighs_by_samples_over_ranks_and_calls(ranks):
     assert same(ranks(2).run(one_batch_at_a_time)) == wanted
 
 
+def one_rank_without_samples() -> tuple[list[float], bool]:
+    """train_batch where the last of several ranks has no samples, in a step and in a part of one."""
+    rank, world_size = group.get_rank(), group.get_world_size()
+    model = prepared()
+    x, y = ramp(6)
+    # The last rank's part is empty where there are several.
+    parts = [torch.tensor_split(part, max(1, world_size - 1)) for part in (x[:2], x[2:4], x[4:])]
+    trace, missing = [], 0
+    for part, update in zip(parts, (True, False, True), strict=True):
+        own = part[rank] if rank < len(part) else x[:0]
+        logs = model.train_batch(own, y[: len(own)], update=update)
+        missing += math.isnan(logs["loss"])
+        assert math.isnan(model.eval_batch(own, y[: len(own)])["loss"]) == (rank == len(part))
+        trace.append(model.network.value)
+    return trace, missing == (3 if rank == len(parts[0]) else 0)
+
+
+def test_a_rank_without_samples_takes_part_in_train_batch(ranks):
+    wanted = [0.5, 0.5, 0.5 - 3.5]
+    assert alone(one_rank_without_samples) == (wanted, True)
+    trace, said = same(ranks(3).run(one_rank_without_samples))
+    assert trace == pytest.approx(wanted) and said
+
+
 def train_an_embedding(sparse: bool) -> list[float]:
     """More ranks than samples in the last step; each row of the table is its own weight."""
     net = nn.Sequential(nn.Embedding(8, 1, sparse=sparse), nn.Flatten())
