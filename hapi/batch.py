@@ -17,11 +17,16 @@ Inputs = tuple[Any, ...] | dict[str, Any]
 _NUMERIC = "biufc"
 
 
-def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
+def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any, floats: torch.dtype | None = None) -> Any:
     """Apply a function to every tensor of a nest, keeping the types of its containers.
 
     Mappings, tuples, named tuples, lists and dataclasses are entered; NumPy arrays count as tensors; what is none of
     these (text, numbers, None) stays as it is.
+
+    Args:
+        fn: The function.
+        value: The nest.
+        floats: What float64 arrays become; see `tensor_of`.
     """
     if isinstance(value, torch.Tensor):
         return fn(value)
@@ -30,26 +35,47 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
         data, sizes, *order = value
         return value.__class__(fn(data), sizes, *(None if part is None else fn(part) for part in order))
     if isinstance(value, Mapping):
-        return _rebuilt_mapping(value, {key: map_tensors(fn, item) for key, item in value.items()})
+        return _rebuilt_mapping(value, {key: map_tensors(fn, item, floats) for key, item in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return value.__class__(*(map_tensors(fn, item) for item in value))
+        return value.__class__(*(map_tensors(fn, item, floats) for item in value))
     if isinstance(value, tuple | list):
-        return value.__class__(map_tensors(fn, item) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        rebuilt = copy.copy(value)
-        for field in dataclasses.fields(value):
-            # The object's own setter refuses on a frozen dataclass; the copy is ours.
-            object.__setattr__(rebuilt, field.name, map_tensors(fn, getattr(value, field.name)))
-        return rebuilt
+        return value.__class__(map_tensors(fn, item, floats) for item in value)
+    if is_record(value):
+        return rebuilt_record(value, lambda name: map_tensors(fn, getattr(value, name), floats))
     if is_array(value) and value.dtype.kind in _NUMERIC:
-        return fn(tensor_of(value))
+        return fn(tensor_of(value, floats))
     return value
 
 
-def tensor_of(array: Any) -> torch.Tensor:
-    """A NumPy array as a tensor; float64, which NumPy makes unasked and no layer takes, in torch's default dtype."""
+def is_record(value: Any) -> bool:
+    """Whether it is an object of a dataclass."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def rebuilt_record(record: Any, field: Callable[[str], Any]) -> Any:
+    """A copy of a dataclass's object with each field as a function of its name gives it."""
+    rebuilt = copy.copy(record)
+    for each in dataclasses.fields(record):
+        # The object's own setter refuses on a frozen dataclass; the copy is ours.
+        object.__setattr__(rebuilt, each.name, field(each.name))
+    return rebuilt
+
+
+def tensor_of(array: Any, floats: torch.dtype | None = None) -> torch.Tensor:
+    """A NumPy array as a tensor.
+
+    Args:
+        array: The array.
+        floats: What float64 becomes, which NumPy makes unasked and few layers take; None: torch's default dtype.
+    """
     tensor = torch.as_tensor(array)
-    return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
+    return tensor.to(floats or torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
+
+
+def floats_for(network: nn.Module) -> torch.dtype:
+    """What float64 becomes that nobody asked for (NumPy's, Python's): torch's default, or float64 if that it takes."""
+    held = next((p.dtype for p in network.parameters() if p.is_floating_point()), None)
+    return torch.float64 if held == torch.float64 else torch.get_default_dtype()
 
 
 def leaves(value: Any) -> Iterator[torch.Tensor]:
@@ -89,14 +115,19 @@ def size_of(batch: Any) -> int:
     return size
 
 
-def move(batch: Any, device: torch.device) -> Any:
-    """The batch on a device.
+def move(batch: Any, device: torch.device, floats: torch.dtype | None = None) -> Any:
+    """The batch on a device, NumPy arrays as tensors.
 
     On the CPU nothing is copied; to an accelerator, pinned memory is copied asynchronously.
+
+    Args:
+        batch: Any nest.
+        device: Where to.
+        floats: As for `tensor_of`.
     """
     if device.type == "cpu":
-        return map_tensors(_identity, batch) if _holds_arrays(batch) else batch
-    return _move(batch, device)
+        return map_tensors(_identity, batch, floats) if _holds_arrays(batch) else batch
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()), batch, floats)
 
 
 def split_positional(batch: Sequence[Any], inputs: int | None, labels: int | None) -> tuple[Inputs, Any]:
@@ -250,14 +281,15 @@ def _why_refused(network: nn.Module, inputs: Inputs, message: str) -> Exception 
         return None
     return ValueError(
         f"An input of dtype {strange[0]} arrived, and the network's parameters are {held[0]}: most layers do not mix "
-        f"the two. Let the data set yield x.to({held[0]})."
+        f"the two. Let the data set yield x.to({held[0]}) (of a NumPy array: "
+        f"x.astype({str(held[0]).removeprefix('torch.')!r}))."
     )
 
 
 def _named_fields(batch: Any) -> Mapping[str, Any] | None:
     if isinstance(batch, Mapping):
         return batch
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+    if is_record(batch):
         return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     return None
 
@@ -273,10 +305,11 @@ def _checked_spec(name: str, spec: Any) -> int | tuple[str, ...] | None:
     )
 
 
-def _unwrap_single(values: tuple[Any, ...]) -> Any:
-    if not values:
-        return None
-    return values[0] if len(values) == 1 else values
+def _unwrap_single(values: Any) -> Any:
+    """None, the only one, or all of them; an only one may itself be a list of one, as [1.0] is by default_collate."""
+    while _is_several(values) and len(values) == 1:
+        values = values[0]
+    return None if _is_several(values) and not values else values
 
 
 def _rebuilt_mapping(original: Any, items: dict[Any, Any]) -> Any:
@@ -324,14 +357,7 @@ def _holds_arrays(value: Any) -> bool:
         return any(_holds_arrays(item) for item in value.values())
     if isinstance(value, tuple | list):
         return any(_holds_arrays(item) for item in value)
-    return is_array(value) or dataclasses.is_dataclass(value)
-
-
-def _move(value: Any, device: torch.device) -> Any:
-    def to_device(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device, non_blocking=tensor.is_pinned())
-
-    return map_tensors(to_device, value)
+    return is_array(value) or is_record(value)
 
 
 def _identity(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,15 @@ import torch
 from torch import nn
 
 # Losses that compare outputs and labels element by element, and would broadcast unequal shapes without a word.
-_ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
-_OF_PROBABILITIES = (nn.BCELoss, nn.BCEWithLogitsLoss)
+_ELEMENTWISE = {
+    "MSELoss": nn.functional.mse_loss,
+    "L1Loss": nn.functional.l1_loss,
+    "SmoothL1Loss": nn.functional.smooth_l1_loss,
+    "HuberLoss": nn.functional.huber_loss,
+    "BCELoss": nn.functional.binary_cross_entropy,
+    "BCEWithLogitsLoss": nn.functional.binary_cross_entropy_with_logits,
+}
+_OF_PROBABILITIES = ("BCELoss", "BCEWithLogitsLoss")
 
 
 def positive_int(name: str, value: Any, example: int) -> int:
@@ -153,16 +160,18 @@ def element_labels(loss: Any, outputs: Any, labels: Any) -> None:
         ValueError: Their shapes differ, and torch would broadcast them into a wrong number; or probabilities are none.
     """
     both_tensors = isinstance(labels, torch.Tensor) and isinstance(outputs, torch.Tensor)
-    if not isinstance(loss, _ELEMENTWISE) or not both_tensors:
+    kinds = (k for k, function in _ELEMENTWISE.items() if isinstance(loss, getattr(nn, k)) or loss is function)
+    kind = next(kinds, None)
+    if kind is None or not both_tensors:
         return
-    name = type(loss).__name__
+    name = getattr(loss, "__name__", type(loss).__name__)
     if outputs.shape != labels.shape:
         raise ValueError(
             f"{name} received outputs of shape {tuple(outputs.shape)} and labels of shape {tuple(labels.shape)}: "
             "torch would stretch the smaller one and give a wrong number. "
             "Bring them to one shape, such as labels.unsqueeze(1) or outputs.squeeze(1)."
         )
-    if not isinstance(loss, _OF_PROBABILITIES):
+    if kind not in _OF_PROBABILITIES:
         return
     if not labels.is_floating_point():
         raise ValueError(
@@ -185,7 +194,7 @@ def explained(compute: Callable[[], Any], outputs: Any, labels: Any, ignored: in
     """
     try:
         return compute()
-    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+    except (RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
         cause = _label_fault(error, outputs, labels, ignored)
         if cause is not None:
             raise cause from error
@@ -199,6 +208,17 @@ def _label_fault(error: Exception, outputs: Any, labels: Any, ignored: int | Non
             "The loss received no labels: all of the batch went into the network. Give labels as well, by a data set "
             "that yields (x, y) or a tuple of tensors, fit((x, y)); a list, fit([x, y]), is taken as batches."
         )
+    if isinstance(labels, int | float | str):
+        return ValueError(
+            f"The labels of a batch are {labels!r:.60}, one {type(labels).__name__}, so it looks like a sample: a list "
+            "is taken as batches. Write DataLoader(samples, batch_size=32), or give columns as a tuple (x, y)."
+        )
+    if isinstance(labels, tuple | list) and isinstance(error, TypeError):
+        kinds = ", ".join("text" if _is_text(label) else type(label).__name__ for label in labels)
+        return ValueError(
+            f"The loss received {len(labels)} labels ({kinds}), which it does not take ({error}). Say which parts of a "
+            'batch are labels, Model(network, labels=["y"]) or labels=1, or give a loss that takes them all.'
+        )
     if classifies:
         try:
             class_labels(labels, outputs)
@@ -207,6 +227,10 @@ def _label_fault(error: Exception, outputs: Any, labels: Any, ignored: int | Non
         except ValueError as fault:
             return fault
     return None
+
+
+def _is_text(label: Any) -> bool:
+    return isinstance(label, str) or (isinstance(label, tuple | list) and any(isinstance(part, str) for part in label))
 
 
 def _labels_within(labels: torch.Tensor, outputs: torch.Tensor, ignored: int | None) -> None:

@@ -85,7 +85,8 @@ class Engine:
         objective = self.prepared.objective
         if not self._first_batch_seen:
             self._first_batch_seen = True
-            checks.element_labels(objective.module, outputs, labels)
+            for loss, output, label in objective.pairs(outputs, labels):
+                checks.element_labels(loss, output, label)
             if objective.classifies:
                 checks.class_labels(labels, outputs)
                 if self._label_span is not None:

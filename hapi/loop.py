@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from hapi import modes, predictions, rng
+from hapi import modes, rng
 from hapi.agreement import Agreement
 from hapi.batch import Inputs, map_tensors
 from hapi.callbacks.base import CallbackList
@@ -221,6 +221,9 @@ def evaluate(
 
 def predict(run: Run, feed: Feed, stack_outputs: bool) -> Any:
     """The network's outputs for all samples, in the data set's order, on every rank."""
+    # Only for a process that predicts.
+    from hapi import predictions
+
     stepper, callbacks = run.stepper, run.callbacks
     stepper.sync(parameters=False)
     parts: list[predictions.Positioned] = []

@@ -203,7 +203,7 @@ class Model:
             num_iters: At most so many steps.
 
         Returns:
-            `loss` (the mean over samples) and the metrics, the same on every rank.
+            `loss` (the mean over samples; NaN where all labels are ignored) and the metrics, the same on every rank.
         """
         options = session.PassOptions("eval_data", batch_size, log_freq, verbose, num_workers)
         if num_iters is not None:
@@ -249,9 +249,6 @@ class Model:
 
         Returns:
             This rank's `loss` and metrics of the batch; NaN where this rank, one of several, passed no samples.
-
-        Raises:
-            ValueError: A process alone passed no samples, or there is no optimizer.
         """
         return single.train_batch(self._engine, inputs, labels, update)
 

@@ -37,13 +37,19 @@ class Objective:
     Args:
         loss: None (the outputs hold the loss), a callable, or a list of callables, one for each pair of output and
             label, whose values are added.
+
+    Raises:
+        ValueError: A loss of torch's is set to give a sum, or a value for each sample.
     """
 
     def __init__(self, loss: Callable[..., Any] | Sequence[Callable[..., Any]] | None) -> None:
         self.module = loss if isinstance(loss, nn.Module) else None
         if isinstance(loss, Sequence):
             self.module = nn.ModuleList([part for part in loss if isinstance(part, nn.Module)])
+            for part in loss:
+                _check_reduction(part)
             loss = _Sum(loss)
+        _check_reduction(loss)
         self._loss = loss
         self._summed = _summed_form(loss)
         # Counting costs two small kernels a step; a pass over labels that hold no ignored one turns it off.
@@ -87,6 +93,14 @@ class Objective:
         """Whether labels are class numbers, to be checked against the number of outputs."""
         return self._summed is not None
 
+    def pairs(self, outputs: Any, labels: Any) -> list[tuple[Any, Any, Any]]:
+        """Each loss with the output and the label that it compares; empty where their numbers do not fit."""
+        if not isinstance(self._loss, _Sum):
+            return [(self._loss, outputs, labels)]
+        losses, values = self._loss.losses, [*_spread(outputs), *as_arguments(labels)]
+        both = values[: len(losses)], values[len(losses) :]
+        return list(zip(losses, *both, strict=True)) if len(values) == 2 * len(losses) else []
+
     def __call__(self, outputs: Any, labels: Any) -> Loss:
         """The loss of a batch.
 
@@ -111,12 +125,23 @@ def as_loss(value: Any) -> Loss:
     if isinstance(value, tuple | list) and len(value) == 2:
         total, count = value
         if isinstance(total, torch.Tensor) and total.numel() == 1:
+            if isinstance(count, int | float) and not count >= 0:
+                raise wrong_count(count)
             count = torch.as_tensor(count, device=total.device)
             # Half precision counts no further than 256 or 2048.
             dtype = torch.promote_types(total.dtype, torch.float32)
             if count.numel() == 1:
                 return Loss(total.reshape(()), count.detach().reshape(()).to(dtype))
     raise _not_one_number(value)
+
+
+def wrong_count(count: float) -> ValueError:
+    """The error of a loss that was summed over less than nothing."""
+    return ValueError(
+        f"The loss gave (sum, count) with a count of {count:g}, but nothing can be summed over so many: the mean of "
+        "all batches is the sum of the sums divided by that of the counts. Give what the sum was taken over, such as "
+        "the number of tokens or the sum of their weights."
+    )
 
 
 def _not_one_number(value: Any) -> ValueError:
@@ -140,7 +165,7 @@ class _Sum:
     """
 
     def __init__(self, losses: Sequence[Callable[..., Any]]) -> None:
-        self._losses = losses
+        self.losses = losses
         weighed = next((loss for loss in losses if getattr(_summed_form(loss), "weight", None) is not None), None)
         if weighed is not None:
             raise ValueError(
@@ -149,19 +174,33 @@ class _Sum:
             )
 
     def __call__(self, *values: Any) -> torch.Tensor:
-        count = len(self._losses)
+        count = len(self.losses)
         if len(values) != 2 * count:
             raise ValueError(
                 f"{count} losses were given for {len(values)} outputs and labels together, but each takes one output "
                 "and one label. Give one loss for each output, or one callable loss(*outputs, *labels)."
             )
-        parts = [as_loss(loss(values[i], values[count + i])) for i, loss in enumerate(self._losses)]
+        parts = [as_loss(loss(values[i], values[count + i])) for i, loss in enumerate(self.losses)]
         if any(part.weight is not None for part in parts):
             raise ValueError(
                 "A loss of a list gave (sum, count): its batches weigh differently from those of the others, so that "
                 f"their sum is no mean. {_ONE_CALLABLE}"
             )
         return torch.stack([part.value for part in parts]).sum()
+
+
+def _check_reduction(loss: Any) -> None:
+    """Refuse a loss of torch's that gives no mean: a sum would be taken for one, and weigh batches by their size."""
+    known = isinstance(loss, nn.Module) and type(loss).__module__.startswith("torch.nn.")
+    given = loss.keywords.get("reduction") if isinstance(loss, partial) else getattr(loss, "reduction", None)
+    if given in ("sum", "none") and (known or isinstance(loss, partial)):
+        name = type(loss).__name__ if known else getattr(loss.func, "__name__", "the function")
+        what = "the sum over the batch" if given == "sum" else "a value for each sample"
+        raise ValueError(
+            f"loss received {name} with reduction={given!r}, which gives {what}, where a mean over the samples is "
+            'needed: batches differ in size. Write reduction="mean"; for a mean over something else, a function that '
+            "returns (sum, count)."
+        )
 
 
 def _summed_form(loss: Any) -> Any:

@@ -13,8 +13,9 @@ import torch
 from hapi import files, loop, modes, report, rng, signals
 from hapi.agreement import Agreement
 from hapi.arguments import FitOptions, check_reading, same_on_all_ranks
+from hapi.batch import floats_for
 from hapi.callbacks import History
-from hapi.callbacks.base import CallbackList, alike, default_callbacks
+from hapi.callbacks.base import Callback, CallbackList, alike, default_callbacks
 from hapi.checks import positive_int
 from hapi.cursor import Cursor
 from hapi.data import Feed, Request, make_feed
@@ -40,10 +41,10 @@ class PassOptions:
         positive_int("log_freq", self.log_freq, 10)
         check_reading(self.num_workers, self.verbose)
 
-    def request(self, data_decides: bool) -> Request:
+    def request(self, data_decides: bool, floats: torch.dtype) -> Request:
         """How to read the data; where it has batches of its own, defaults are no wishes."""
         batch_size = None if data_decides and self.batch_size == DEFAULT_BATCH_SIZE else self.batch_size
-        return Request(self.name, batch_size, num_workers=self.num_workers or None, lockstep=False)
+        return Request(self.name, batch_size, num_workers=self.num_workers or None, lockstep=False, floats=floats)
 
 
 def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: FitOptions) -> History:
@@ -58,16 +59,11 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
     from hapi import resuming
 
     stepper = engine.ready()
-    chosen = default_callbacks(
-        callbacks, verbose=options.verbose, log_freq=options.log_freq, save_dir=options.save_dir,
-        save_freq=options.save_freq,
-    )  # fmt: skip
-    evaluates = None if eval_data is None else "given"
-    same_on_all_ranks(
-        "fit", {**options.alike(), "eval_data": evaluates, "callbacks": alike(chosen), **engine.prepared.alike()}
-    )
+    chosen = _agreed_callbacks(model, eval_data, callbacks, options)
     seed, state = resuming.start(model, options)
-    train, evaluation = _feeds(options, seed, train_data, eval_data, stepper.device)
+    requests = _requests(options, seed, train_data, eval_data, floats_for(model.network))
+    train = make_feed(train_data, requests[0], stepper.device)
+    evaluation = None if eval_data is None else make_feed(eval_data, requests[1], stepper.device)
     resumed = None if state is None else resuming.take_over(state, train)
     params = _fit_params(model, options, train, evaluation, resumed is not None)
     if engine.prepared.schedule is not None:
@@ -89,6 +85,18 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
     # Files that rank 0 wrote are there for every rank once fit has returned.
     group.barrier()
     return next(callback for callback in chosen if isinstance(callback, History))
+
+
+def _agreed_callbacks(model: Model, eval_data: Any, callbacks: Any, options: FitOptions) -> list[Callback]:
+    """The callbacks of a fit, once all ranks are seen to make the same one."""
+    chosen = default_callbacks(
+        callbacks, verbose=options.verbose, log_freq=options.log_freq, save_dir=options.save_dir,
+        save_freq=options.save_freq,
+    )  # fmt: skip
+    evaluated = None if eval_data is None else "given"
+    more = {"eval_data": evaluated, "callbacks": alike(chosen), **model._engine.prepared.alike()}
+    same_on_all_ranks("fit", options.alike() | more)
+    return chosen
 
 
 @contextmanager
@@ -136,11 +144,6 @@ def evaluate(model: Model, data: Any, callbacks: Any, options: PassOptions, num_
     with _single_pass(model, "evaluate", data, callbacks, options, {"num_iters": num_iters}) as (run, feed):
         model._engine.look_at_labels([feed])
         values = loop.evaluate(run, feed, num_iters)
-    if not values and not model._engine.prepared.objective.missing:
-        raise ValueError(
-            "evaluate found nothing that counts: eval_data gave no sample, or only labels that the loss ignores. "
-            "Pass data with at least one sample that has a label; check the path or the filter that made it."
-        )
     if not values:
         raise ValueError(
             "evaluate had nothing to compute: the model was prepared with neither a loss nor metrics, and its outputs "
@@ -163,7 +166,7 @@ def _single_pass(
     engine = model._engine
     stepper = engine.ready()
     same_on_all_ranks(call, {"batch_size": options.batch_size, **more, "metrics": engine.prepared.alike()["metrics"]})
-    feed = make_feed(data, options.request(has_own_batches(data)), stepper.device)
+    feed = make_feed(data, options.request(has_own_batches(data), floats_for(model.network)), stepper.device)
     params = {
         "steps": feed.steps, "samples": feed.samples, "verbose": options.verbose, "log_freq": options.log_freq,
         "metrics": _log_names(model),
@@ -195,15 +198,9 @@ def _refuse_unwritable(folders: list[str | Path | None]) -> None:
             )
 
 
-def _feeds(
-    options: FitOptions, seed: int, train_data: Any, eval_data: Any, device: torch.device
-) -> tuple[Feed, Feed | None]:
-    train_request, eval_request = _requests(options, seed, train_data, eval_data)
-    train = make_feed(train_data, train_request, device)
-    return train, None if eval_data is None else make_feed(eval_data, eval_request, device)
-
-
-def _requests(options: FitOptions, seed: int, train_data: Any, eval_data: Any) -> tuple[Request, Request]:
+def _requests(
+    options: FitOptions, seed: int, train_data: Any, eval_data: Any, floats: torch.dtype
+) -> tuple[Request, Request]:
     """How to read the two data sets. An option that only one of them can follow is meant for that one."""
     train_decides = has_own_batches(train_data)
     eval_decides = eval_data is None or has_own_batches(eval_data)
@@ -222,8 +219,10 @@ def _requests(options: FitOptions, seed: int, train_data: Any, eval_data: Any) -
     if eval_decides:
         for_eval = {}
     return (
-        Request("train_data", **for_train, shuffle=options.shuffle, drop_last=options.drop_last, seed=seed),
-        Request("eval_data", **for_eval, lockstep=False),
+        Request(
+            "train_data", **for_train, shuffle=options.shuffle, drop_last=options.drop_last, seed=seed, floats=floats
+        ),
+        Request("eval_data", **for_eval, lockstep=False, floats=floats),
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hapi import modes
-from hapi.batch import Inputs, map_tensors, move, size_of
+from hapi.batch import Inputs, floats_for, map_tensors, move, size_of
 from hapi.distributed import group
 from hapi.metrics.tally import Tally
 from hapi.step import Outcome, Stepper
@@ -57,10 +57,11 @@ def predict_batch(engine: Engine, inputs: Any) -> Any:
 
 
 def _placed(engine: Engine, stepper: Stepper, inputs: Any, labels: Any) -> tuple[Inputs, Any, int]:
-    chosen = move(engine.splitter.as_inputs(inputs), stepper.device)
+    floats = floats_for(engine.network)
+    chosen = move(engine.splitter.as_inputs(inputs), stepper.device, floats)
     engine.remember(chosen)
     values = list(chosen.values()) if isinstance(chosen, dict) else chosen
-    return chosen, move(engine.splitter.as_labels(labels), stepper.device), size_of(values)
+    return chosen, move(engine.splitter.as_labels(labels), stepper.device, floats), size_of(values)
 
 
 def _refuse_no_samples(call: str, size: int) -> None:

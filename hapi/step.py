@@ -20,7 +20,7 @@ from hapi import checks
 from hapi.batch import Inputs, call_network, leaves, map_tensors
 from hapi.distributed import group
 from hapi.distributed.parallel import GradientExchange, Replica
-from hapi.objective import Loss, Objective, as_loss
+from hapi.objective import Loss, Objective, as_loss, wrong_count
 from hapi.precision import Precision
 from hapi.scheduling import Schedule
 
@@ -68,7 +68,8 @@ class Prepared:
         """What has to be the same on every rank, in plain values: each moves its own copy of the weights."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         return {
-            "metrics": [name for metric in self.metrics for name in metric.names],
+            # By class: a name may well be the rank's own.
+            "metrics": [type(metric).__name__ for metric in self.metrics],
             "optimizer": None if self.optimizer is None else type(self.optimizer).__name__,
             "scheduler": None if self.schedule is None else type(self.schedule.scheduler).__name__,
             "optimizer.param_groups": [
@@ -237,6 +238,8 @@ class Stepper:
         counts = None if outcome is None else isinstance(outcome.weight, torch.Tensor)
         if self._form is None:
             weight = float(outcome.weight) if outcome is not None and counts else 0.0
+            if weight < 0:
+                raise wrong_count(weight)
             ranks = group.gather_objects((counts, weight))
             counted = any(flag for flag, _ in ranks)
             mean = sum(weight for _, weight in ranks) / len(ranks)

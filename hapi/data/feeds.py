@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hapi import batch as batches
+from hapi.data.collate import Collate
 from hapi.data.epochs import set_epoch
 from hapi.data.order import GlobalOrder
 from hapi.data.sources import BatchSource, labels_of
@@ -71,6 +72,8 @@ class Feed(ABC):
     aligned: bool = False
     stride: int | None = None
     unit: str = "parts"
+    floats: torch.dtype | None = None
+    """What float64 arrays in batches become; see `hapi.batch.tensor_of`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -121,7 +124,7 @@ class Feed(ABC):
 
     def place(self, batch: Any) -> Any:
         """The batch on the device, ready for the network."""
-        return batches.move(batch, self._device)
+        return batches.move(batch, self._device, self.floats)
 
 
 class SourceFeed(Feed):
@@ -162,7 +165,9 @@ class SourceFeed(Feed):
 class DatasetFeed(Feed):
     """A map-style data set, read through a DataLoader of our own."""
 
-    def __init__(self, dataset: Any, order: GlobalOrder, device: torch.device, num_workers: int) -> None:
+    def __init__(
+        self, dataset: Any, order: GlobalOrder, device: torch.device, num_workers: int, floats: torch.dtype
+    ) -> None:
         super().__init__(device)
         self._dataset = dataset
         self._order = order
@@ -173,6 +178,7 @@ class DatasetFeed(Feed):
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             pin_memory=device.type == "cuda",
+            collate_fn=Collate(floats),
             worker_init_fn=WorkerInit(None) if num_workers else None,
         )
         self.steps = order.steps

@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_
 
 from hapi import batch as batches
 from hapi import rng
+from hapi.data.collate import Collate
 from hapi.data.epochs import set_epoch
 from hapi.data.feeds import BEGINNING, Feed, Piece, Start
 from hapi.data.streams import (
@@ -36,9 +37,13 @@ from hapi.distributed import group
 _BATCHES_PER_BROADCAST = 64
 
 
-def loader_feed(loader: DataLoader[Any], device: torch.device, seed: int, lockstep: bool) -> Feed:
+def loader_feed(loader: DataLoader[Any], device: torch.device, seed: int, lockstep: bool, floats: torch.dtype) -> Feed:
     """A feed over the user's DataLoader."""
     is_plain = type(loader).__iter__ is DataLoader.__iter__
+    if is_plain and loader.collate_fn is default_collate:
+        # Nobody's choice: samples are made a batch as those of a data set without a loader are.
+        loader = copy.copy(loader)
+        loader.collate_fn = Collate(floats)
     if isinstance(loader.dataset, IterableDataset):
         if shards_itself(loader) and not (is_plain and declares_shards(loader.dataset)):
             return SelfShardedFeed(loader, device, seed, lockstep)
@@ -159,7 +164,7 @@ class SharedLoaderFeed(Feed):
         self._sampler = RefillableSampler()
         self._loader = _with_order(loader, self._sampler, self._batched)
         # A collate function of the user's may drop or join samples; only then are sizes agreed on at run time.
-        self._sizes_known = self._batched and loader.collate_fn is default_collate
+        self._sizes_known = self._batched and isinstance(loader.collate_fn, Collate)
         # How far a loader with its prefetching workers reads ahead; the same everywhere, since broadcasts follow it.
         ahead = loader.num_workers * (loader.prefetch_factor or 0) + 2
         self._depth = int(group.reduce_max([float(ahead)])[0])
@@ -233,7 +238,13 @@ class SharedLoaderFeed(Feed):
 
 
 def iterable_loader(
-    dataset: IterableDataset[Any], batch_size: int, num_workers: int, drop_last: bool, pin_memory: bool, seed: int
+    dataset: IterableDataset[Any],
+    batch_size: int,
+    num_workers: int,
+    drop_last: bool,
+    pin_memory: bool,
+    seed: int,
+    floats: torch.dtype,
 ) -> DataLoader[Any]:
     """A DataLoader of our own over an iterable data set."""
     return DataLoader(
@@ -243,7 +254,7 @@ def iterable_loader(
         drop_last=drop_last,
         persistent_workers=num_workers > 0,
         pin_memory=pin_memory,
-        collate_fn=PositionedCollate(default_collate, batched=True),
+        collate_fn=PositionedCollate(Collate(floats), batched=True),
         worker_init_fn=WorkerInit(None) if num_workers else None,
     )
 

@@ -46,6 +46,8 @@ class Request:
     seed: int = 0
     lockstep: bool = True
     """Training: ranks take equally many steps and share short batches evenly. False: evaluation and prediction."""
+    floats: torch.dtype = torch.float32
+    """What float64 becomes that nobody asked for; see `hapi.batch.floats_for`."""
 
     def global_batch(self, world_size: int) -> int:
         """Samples per step over all ranks."""
@@ -69,6 +71,7 @@ def make_feed(data: Any, request: Request, device: torch.device) -> Feed:
     if _can_be_compared(data):
         data = same_on_all_ranks(data, request.name)
     feed = _choose(data, request, device)
+    feed.floats = request.floats
     if feed.steps == 0 or feed.samples == 0:
         raise _empty(data, request)
     return feed
@@ -77,10 +80,10 @@ def make_feed(data: Any, request: Request, device: torch.device) -> Feed:
 def _choose(data: Any, request: Request, device: torch.device) -> Feed:
     if isinstance(data, DataLoader):
         _refuse_options(request, "a DataLoader", "to the DataLoader")
-        return loader_feed(data, device, request.seed, request.lockstep)
+        return loader_feed(data, device, request.seed, request.lockstep, request.floats)
     if isinstance(data, IterableDataset):
         return _iterable(data, request, device)
-    source = as_batch_source(data) if is_columns(data) or _is_map_style(data) else None
+    source = as_batch_source(data, request.floats) if is_columns(data) or _is_map_style(data) else None
     if source is not None or _is_map_style(data):
         length = len(source) if source is not None else len(data)
         local = declares_shards(data)
@@ -88,7 +91,7 @@ def _choose(data: Any, request: Request, device: torch.device) -> Feed:
         feed = (
             SourceFeed(source, order, device)
             if source is not None and not request.num_workers
-            else DatasetFeed(_per_sample(data, source), order, device, request.num_workers or 0)
+            else DatasetFeed(_per_sample(data, source), order, device, request.num_workers or 0, request.floats)
         )
         return LocalFeed(feed, device, request.lockstep) if local else feed
     if isinstance(data, Iterator):
@@ -180,8 +183,9 @@ def _iterable(data: IterableDataset[Any], request: Request, device: torch.device
     world_size = group.get_world_size()
     batch_size = -(-request.global_batch(world_size) // world_size)
     loader = iterable_loader(
-        data, batch_size, request.num_workers or 0, bool(request.drop_last), device.type == "cuda", request.seed
-    )
+        data, batch_size, request.num_workers or 0, bool(request.drop_last), device.type == "cuda", request.seed,
+        request.floats,
+    )  # fmt: skip
     return IterableFeed(loader, device, request.lockstep)
 
 

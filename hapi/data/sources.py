@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from hapi.batch import is_array, leaves, map_tensors
+from hapi.batch import is_array, leaves, map_tensors, tensor_of
 
 
 class BatchSource(Protocol):
@@ -24,15 +24,20 @@ class BatchSource(Protocol):
 
 
 class Columns:
-    """Tensors of equal length, side by side, as one data set: `x`, `(x, y)`, or a dict of them."""
+    """Tensors of equal length, side by side, as one data set: `x`, `(x, y)`, or a dict of them.
 
-    def __init__(self, columns: Any) -> None:
+    Args:
+        columns: Tensors or arrays.
+        floats: What float64 arrays become; see `hapi.batch.tensor_of`.
+    """
+
+    def __init__(self, columns: Any, floats: torch.dtype | None = None) -> None:
         self._columns = (
-            {name: _as_stored(column) for name, column in columns.items()}
+            {name: _as_stored(column, floats) for name, column in columns.items()}
             if isinstance(columns, Mapping)
-            else tuple(_as_stored(column) for column in columns)
+            else tuple(_as_stored(column, floats) for column in columns)
             if isinstance(columns, tuple)
-            else _as_stored(columns)
+            else _as_stored(columns, floats)
         )
         lengths = [len(column) for column in leaves(self._columns)]
         if len(set(lengths)) > 1:
@@ -79,10 +84,15 @@ class SubsetSource:
         return self.dataset.finish_batch(batch)
 
 
-def as_batch_source(data: Any) -> BatchSource | None:
-    """The data as a batch source, or None where it has to be read sample by sample."""
+def as_batch_source(data: Any, floats: torch.dtype | None = None) -> BatchSource | None:
+    """The data as a batch source, or None where it has to be read sample by sample.
+
+    Args:
+        data: Columns or a data set.
+        floats: What float64 arrays become.
+    """
     if is_columns(data):
-        return Columns(data)
+        return Columns(data, floats)
     if type(data) is TensorDataset:
         return Columns(data.tensors)
     if type(data) is Subset:
@@ -112,17 +122,26 @@ def is_columns(data: Any) -> bool:
     return bool(parts) and all(isinstance(item, torch.Tensor) or is_array(item) for item in parts)
 
 
-def _as_stored(column: Any) -> torch.Tensor:
-    if is_array(column) and any(stride < 0 for stride in column.strides):
-        # Reversed views, which torch does not take.
-        column = column.copy()
-    tensor = torch.as_tensor(column)
+def _as_stored(column: Any, floats: torch.dtype | None) -> torch.Tensor:
+    if is_array(column):
+        _refuse_objects(column)
+        # Reversed views, which torch does not take, are copied. Who wants doubles passes a tensor.
+        reversed_view = any(stride < 0 for stride in column.strides)
+        tensor = tensor_of(column.copy() if reversed_view else column, floats)
+    else:
+        tensor = column
     if tensor.dim() == 0:
         raise ValueError(
             f"A tensor without dimensions arrived as data ({column!r}), which has no rows to train on. "
             "Pass tensors whose first dimension counts the samples."
         )
-    if is_array(column) and tensor.dtype == torch.float64:
-        # NumPy makes float64 unasked, and no layer takes it; who wants doubles passes a tensor.
-        tensor = tensor.to(torch.get_default_dtype())
     return tensor.detach().cpu()
+
+
+def _refuse_objects(column: Any) -> None:
+    if column.dtype.kind in "OUSVMm":
+        raise TypeError(
+            f"An array of dtype {column.dtype} and shape {column.shape} arrived as data, which is no array of numbers, "
+            'so no tensor can be made of it. Write x.astype("float32"), or turn categories into class numbers: '
+            "classes, y = numpy.unique(y, return_inverse=True)."
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ class Tally:
         self._weight: int | float = 0
         self._device_weight: Tensor | None = None
         self._updates = 0
+        self._has_loss = False
         self.recent_losses: list[Tensor] = []
 
     @torch.no_grad()
@@ -66,7 +68,7 @@ class Tally:
     def logs(self) -> dict[str, Tensor]:
         """This rank's running values, 0-dim tensors that nobody has read: ``loss`` if any, then metrics."""
         logs: dict[str, Tensor] = {}
-        if self._weight or self._device_weight is not None:
+        if self._has_loss:
             logs["loss"] = self._loss_sum / self._total_weight()
         if self._updates:
             add_values(logs, self.metrics)
@@ -75,14 +77,14 @@ class Tally:
     def reduced(self) -> dict[str, float]:
         """The values over all ranks, the same floats on each. To be called on all ranks.
 
-        Values of which no rank has any data are left out.
+        Values of which no rank has any data are left out; the mean of a loss in which nothing counts is NaN.
         """
         ranks = group.gather_objects(self.state())
         weight = sum(float(rank["weight"]) for rank in ranks)
         values: dict[str, Tensor] = {}
         logs: dict[str, float] = {}
-        if weight:
-            logs["loss"] = sum(float(rank["loss_sum"]) for rank in ranks) / weight
+        if any(rank["has_loss"] for rank in ranks):
+            logs["loss"] = sum(float(rank["loss_sum"]) for rank in ranks) / weight if weight else math.nan
         if any(rank["updates"] for rank in ranks):
             merged = copy.deepcopy(self._blank)
             for index, metric in enumerate(merged):
@@ -110,6 +112,7 @@ class Tally:
             "loss_sum": _saved(self._loss_sum),
             "weight": float(self._total_weight()),
             "updates": self._updates,
+            "has_loss": self._has_loss,
             "metrics": [map_tensors(_saved, metric.states()) for metric in self.metrics],
         }
 
@@ -130,10 +133,12 @@ class Tally:
         self._loss_sum.fill_(sum(float(state["loss_sum"]) for state in ranks))
         self._weight, self._device_weight = sum(state["weight"] for state in ranks), None
         self._updates = sum(state["updates"] for state in ranks)
+        self._has_loss = any(state["has_loss"] for state in ranks)
         for index, metric in enumerate(self.metrics):
             metric.merge([state["metrics"][index] for state in ranks])
 
     def _add_loss(self, loss: Tensor, weight: int | float | Tensor) -> None:
+        self._has_loss = True
         if isinstance(weight, Tensor):
             # The mean over nothing is NaN, and NaN times 0 would stay in the sum.
             loss = loss.masked_fill(weight == 0, 0.0)

@@ -1,0 +1,161 @@
+"""Samples as batches: what NumPy and Python make float64 unasked, dataclasses, and what cannot be stacked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import hapi
+
+X = np.linspace(-1, 1, 24).reshape(8, 3)
+Y = np.linspace(0, 1, 8)[:, None]
+
+
+class Made(Dataset[Any]):
+    """Samples as a function makes them."""
+
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return ((X[i], Y[i]) for i in range(len(X)))
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclass(frozen=True)
+class Record:
+    input: Any
+    label: Any
+
+
+def model(dtype: torch.dtype = torch.float32) -> hapi.Model:
+    network = nn.Linear(3, 1, dtype=dtype)
+    with torch.no_grad():
+        network.weight.copy_(torch.tensor([[0.3, -0.2, 0.7]]))
+        network.bias.fill_(0.1)
+    return hapi.Model(network).prepare(torch.optim.SGD(network.parameters(), lr=0.5), nn.MSELoss())
+
+
+def row(index: int) -> Any:
+    return X[index], Y[index]
+
+
+DATA: dict[str, Callable[[], Any]] = {
+    "columns": lambda: (X, Y),
+    "reversed columns": lambda: (X[::-1][::-1], Y),
+    "a data set": lambda: Made(row),
+    "named tuples": lambda: Made(lambda i: Pair(X[i], Y[i])),
+    "dicts": lambda: Made(lambda i: {"input": X[i], "label": Y[i]}),
+    "dataclasses": lambda: Made(lambda i: Record(X[i], Y[i])),
+    "an iterable": Stream,
+    "a loader": lambda: DataLoader(Made(row), batch_size=8),
+    "a loader of an iterable": lambda: DataLoader(Stream(), batch_size=8),
+    "a loader with workers": lambda: DataLoader(Made(row), batch_size=8, num_workers=1),
+    "batches": lambda: [(X, Y)],
+    "batches as dicts": lambda: [{"input": X, "label": Y}],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", DATA)
+def test_float64_that_numpy_makes_unasked_takes_the_networks_dtype_from_any_data(kind: str, dtype: torch.dtype) -> None:
+    subject, plain = model(dtype), model(dtype)
+    x, y = torch.tensor(X, dtype=dtype), torch.tensor(Y, dtype=dtype)
+    nn.functional.mse_loss(plain.network(x), y).backward()
+    plain.optimizer.step()
+    options = {} if "loader" in kind or "batches" in kind or kind == "an iterable" else {"shuffle": False}
+    subject.fit(DATA[kind](), verbose=0, **options)
+    assert all(map(torch.equal, subject.network.parameters(), plain.network.parameters()))
+    with torch.no_grad():
+        expected = float(nn.functional.mse_loss(plain.network(x), y))
+    assert subject.evaluate(DATA[kind](), verbose=0)["loss"] == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_batch_of_arrays_takes_the_networks_dtype(dtype: torch.dtype) -> None:
+    subject = model(dtype)
+    with torch.no_grad():
+        outputs = subject.network(torch.tensor(X, dtype=dtype))
+        expected = float(nn.functional.mse_loss(outputs, torch.tensor(Y, dtype=dtype)))
+    assert subject.eval_batch(X, Y)["loss"] == subject.train_batch(X, Y)["loss"] == expected
+    assert subject.predict_batch(X).dtype == dtype
+
+
+def test_numbers_of_python_are_float32_and_a_list_of_one_is_no_list() -> None:
+    """default_collate makes float64 of them, and a list of one column: (8,) beside outputs of (8, 1)."""
+    with pytest.raises(ValueError, match=r"\(8, 1\) and labels of shape \(8,\).*labels\.unsqueeze\(1\)"):
+        model().fit(Made(lambda i: (X[i], [float(Y[i, 0])])), verbose=0)
+    network = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
+    seen = []
+
+    def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        seen.append(labels)
+        return nn.functional.mse_loss(outputs, labels)
+
+    subject = hapi.Model(network).prepare("sgd", loss)
+    for make in (lambda i: (X[i], float(Y[i, 0])), lambda i: (X[i], [float(Y[i, 0])]), lambda i: (X[i], Y[i, 0])):
+        subject.fit(Made(make), shuffle=False, verbose=0)
+        assert seen[-1].dtype == torch.float32
+        assert seen[-1].tolist() == pytest.approx(Y[:, 0].tolist())
+
+
+def test_tensors_of_float64_stay_what_they_are() -> None:
+    with pytest.raises(ValueError, match=r"dtype torch\.float64 arrived.*x\.to\(torch\.float32\)"):
+        model().fit(Made(lambda i: (torch.tensor(X[i]), Y[i])), verbose=0)
+
+
+CANNOT: dict[str, tuple[Callable[[int], Any], type[Exception], str]] = {
+    "None": (lambda i: (X[i], Y[i], None), TypeError, "None, of type NoneType at position 2.*collate_fn"),
+    "None in a dict": (lambda i: {"input": X[i], "y": None}, TypeError, "None, of type NoneType at 'y'"),
+    "None in a dataclass": (lambda i: Record(X[i], None), TypeError, "None, of type NoneType.*leave it out"),
+    "an object": (lambda i: (X[i], (Y[i], Made)), TypeError, "of type type at position 1"),
+    "text in an array": (lambda i: (X[i], np.array(["a"])), TypeError, "of type ndarray at position 1"),
+    "shapes": (lambda i: (torch.ones(3 + i), Y[i]), ValueError, r"\[\[3\], \[1\]\].*1 later.*\[\[4\], \[1\]\].*pad"),
+}
+
+
+@pytest.mark.parametrize("kind", CANNOT)
+@pytest.mark.parametrize("in_loader", [False, True])
+def test_what_cannot_be_stacked_is_said_with_its_place(kind: str, in_loader: bool) -> None:
+    make, error, text = CANNOT[kind]
+    data = DataLoader(Made(make), batch_size=2) if in_loader else Made(make)
+    with pytest.raises(error, match=text):
+        model().fit(data, verbose=0, **({} if in_loader else {"shuffle": False}))
+
+
+def test_it_is_said_from_a_worker_too() -> None:
+    with pytest.raises(TypeError, match="None, of type NoneType at position 2.*collate_fn"):
+        model().fit(Made(CANNOT["None"][0]), num_workers=1, verbose=0)
+
+
+@pytest.mark.parametrize("array", [np.array([["a"], ["b"]]), np.array([[1.0], [2.0]], dtype=object)])
+def test_arrays_that_hold_no_numbers(array: np.ndarray) -> None:
+    with pytest.raises(TypeError, match=r'dtype .* and shape \(2, 1\).*astype\("float32"\)'):
+        model().fit((X[:2], array), verbose=0)
+
+
+def test_labels_that_a_loss_does_not_take_are_counted() -> None:
+    subject = model()
+    with pytest.raises(ValueError, match=r'2 labels \(Tensor, text\).*Model\(network, labels=\["y"\]\)'):
+        subject.fit(Made(lambda i: {"input": X[i], "y": Y[i], "name": "a"}), verbose=0)
+    with pytest.raises(ValueError, match=r"one float.*looks like a sample.*DataLoader\(samples"):
+        subject.fit([(torch.ones(3), 1.0), (torch.ones(3), 2.0)], verbose=0)
