@@ -1,13 +1,15 @@
-"""The arguments of Model's methods, checked before anything is started or written."""
+"""The arguments of Model's methods, checked before anything is started or written, and compared between ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from hapi.checks import positive_int
@@ -109,6 +111,29 @@ class FitOptions:
             )
 
 
+def alike(prepared: Any) -> dict[str, Any]:
+    """What of `Model.prepare` has to be the same on every rank, in plain values: each moves its own weights."""
+    optimizer, schedule = prepared.optimizer, prepared.schedule
+    groups = optimizer.param_groups if optimizer is not None else []
+    return {
+        # By class: a name may well be the rank's own.
+        "metrics": [type(metric).__name__ for metric in prepared.metrics],
+        "optimizer": None if optimizer is None else type(optimizer).__name__,
+        "scheduler": None if schedule is None else type(schedule.scheduler).__name__,
+        "optimizer.param_groups": [
+            {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in held.items() if _is_setting(v)}
+            for held in groups
+        ],
+        "amp_configs": prepared.precision.dtype,
+        "clip_grad_norm": prepared.clip_grad_norm,
+        "sync_batchnorm": prepared.sync_batchnorm,
+    }
+
+
+def _is_setting(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
 def same_on_all_ranks(call: str, values: Mapping[str, Any]) -> None:
     """Called first in each call of fit, evaluate and predict, on every rank: all make the same call.
 
@@ -162,8 +187,13 @@ def check_reading(num_workers: Any, verbose: Any) -> None:
         )
 
 
-def check_network(network: Any) -> None:
-    """Raises TypeError unless it is a module."""
+def check_model(network: Any, *steps: Callable[..., Any]) -> None:
+    """What Model is made of: a network, and the methods that a subclass may override.
+
+    Raises:
+        TypeError: The network is no module, or a method cannot be called with inputs and labels.
+    """
+    _check_steps(steps)
     for wrapper, inner, cure in (
         ("torch.compile", "_orig_mod", "give the network itself, and write prepare(..., compile=True)"),
         ("DistributedDataParallel or DataParallel", "module", "give the network itself: hapi wraps it where needed"),
@@ -180,6 +210,22 @@ def check_network(network: Any) -> None:
     raise TypeError(
         f"Model received {network!r:.100}, of type {type(network).__name__}, which is no torch.nn.Module. Write {hint}."
     )
+
+
+def _check_steps(steps: Sequence[Callable[..., Any]]) -> None:
+    for step in steps:
+        signature = inspect.signature(step)
+        try:
+            signature.bind(None, None)
+            # Lightning's parameters, which would be filled with inputs and labels.
+            fits = "batch_idx" not in signature.parameters
+        except TypeError:
+            fits = False
+        if not fits:
+            raise TypeError(
+                f"{step.__qualname__}{signature} cannot be called as it is for each batch, with inputs and labels. "
+                f"Write def {step.__name__}(self, inputs, labels) and `return loss, outputs`."
+            )
 
 
 def check_prepare(loss: Any, strategy: Any, clip_grad_norm: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,6 +19,10 @@ _ELEMENTWISE = {
     "BCELoss": nn.functional.binary_cross_entropy,
     "BCEWithLogitsLoss": nn.functional.binary_cross_entropy_with_logits,
 }
+_BACKWARD = (
+    "train_step called backward() itself, but hapi does that once it has scaled the loss, as accumulation, precision "
+    "and several processes need. Leave backward(), zero_grad() and step() out of it, and write `return loss, outputs`."
+)
 _OF_PROBABILITIES = ("BCELoss", "BCEWithLogitsLoss")
 
 
@@ -90,6 +94,34 @@ def check_loss_has_graph(loss: torch.Tensor, network: nn.Module) -> None:
             "Set requires_grad_(True) on what is to be trained, and keep .item(), .detach() and torch.no_grad() out of "
             "the forward pass and the loss."
         )
+
+
+def own_backward(parameters: Iterable[nn.Parameter]) -> None:
+    """Gradients before the backward pass: an overridden step has made one itself.
+
+    Raises:
+        ValueError: There are some.
+    """
+    if any(parameter.grad is not None for parameter in parameters):
+        raise ValueError(_BACKWARD)
+
+
+def why_step_failed(error: Exception, size: int, overridden: bool) -> Exception | None:
+    """What the failure of a training step means in words of the data or of the overridden step, if it is known."""
+    text = str(error)
+    if "Expected more than 1 value per channel" in text:
+        return ValueError(
+            f"BatchNorm received {size} sample in training, of which it can take no variance: the last batch of an "
+            "epoch is short. Write fit(..., drop_last=True), drop_last=True in a DataLoader, or another batch_size."
+        )
+    if overridden and "has no attribute 'backward'" in text:
+        return ValueError(_BACKWARD)
+    if overridden and "tuple" in text and isinstance(error, TypeError | AttributeError):
+        return TypeError(
+            f"train_step failed ({text}). Its inputs are a tuple, or a dict for dict batches, also where there is "
+            "one. Write outputs = self.network(*inputs), or x, = inputs."
+        )
+    return None
 
 
 def class_labels(labels: Any, outputs: Any) -> None:

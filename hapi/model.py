@@ -50,7 +50,7 @@ class Model:
         inputs: int | Sequence[str] | None = None,
         labels: int | Sequence[str] | None = None,
     ) -> None:
-        arguments.check_network(network)
+        arguments.check_model(network, self.train_step, self.eval_step)
         self.network = network
         self.stop_training = False
         self.epochs_trained = 0
@@ -95,7 +95,7 @@ class Model:
 
         Raises:
             ValueError: A name is unknown, or the optimizer is of another network.
-            TypeError: An argument is of a type that cannot serve.
+            TypeError: An argument cannot serve.
         """
         arguments.check_prepare(loss, strategy, clip_grad_norm)
         objective = Objective(loss)
@@ -253,7 +253,7 @@ class Model:
         return single.train_batch(self._engine, inputs, labels, update)
 
     def eval_batch(self, inputs: Any, labels: Any = None) -> dict[str, float]:
-        """This rank's `loss` and metrics of one batch, without training. Inputs and labels as in `train_batch`."""
+        """This rank's `loss` and metrics of one batch, without training. Arguments as of `train_batch`."""
         return single.eval_batch(self._engine, inputs, labels)
 
     def predict_batch(self, inputs: Any) -> Any:

@@ -23,12 +23,39 @@ _ONE_CALLABLE = "Give one callable instead: loss=lambda out_a, out_b, label_a, l
 
 
 class Loss(NamedTuple):
-    """A batch's loss in one of two forms."""
+    """A batch's loss in one of two forms.
+
+    An overridden `train_step` gets it from `super().train_step(...)`. Adding to it and scaling it mean what they do to
+    a mean: `loss + 0.01 * penalty`.
+    """
 
     value: torch.Tensor
     """The mean over the batch's samples where `weight` is None; else the sum over what is counted."""
     weight: torch.Tensor | None
     """What the loss was summed over (tokens, weights of classes), a 0-dim tensor."""
+
+    def __add__(self, other: Any) -> Loss:  # type: ignore[override]
+        if isinstance(other, Loss):
+            if other.weight is not None:
+                raise ValueError(
+                    "Two losses that both know their own weight (class weights, ignored labels) were added, but their "
+                    f"batches weigh differently, so that their sum is no mean. {_ONE_CALLABLE}"
+                )
+            other = other.value
+        return Loss(self.value + (other if self.weight is None else other * self.weight), self.weight)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Loss:
+        return self + -1 * other
+
+    def __mul__(self, factor: Any) -> Loss:  # type: ignore[override]
+        return Loss(self.value * factor, self.weight)
+
+    __rmul__ = __mul__  # type: ignore[assignment]
+
+    def __truediv__(self, divisor: Any) -> Loss:
+        return Loss(self.value / divisor, self.weight)
 
 
 class Objective:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hapi import files, loop, modes, report, rng, signals
+from hapi import arguments, files, loop, modes, report, rng, signals
 from hapi.agreement import Agreement
-from hapi.arguments import FitOptions, check_reading, same_on_all_ranks
+from hapi.arguments import FitOptions, check_reading
 from hapi.batch import floats_for
 from hapi.callbacks import History
-from hapi.callbacks.base import Callback, CallbackList, alike, default_callbacks
+from hapi.callbacks.base import Callback, CallbackList, callbacks_alike, default_callbacks
 from hapi.checks import positive_int
 from hapi.cursor import Cursor
 from hapi.data import Feed, Request, make_feed
@@ -94,8 +94,8 @@ def _agreed_callbacks(model: Model, eval_data: Any, callbacks: Any, options: Fit
         save_freq=options.save_freq,
     )  # fmt: skip
     evaluated = None if eval_data is None else "given"
-    more = {"eval_data": evaluated, "callbacks": alike(chosen), **model._engine.prepared.alike()}
-    same_on_all_ranks("fit", options.alike() | more)
+    more = {"eval_data": evaluated, "callbacks": callbacks_alike(chosen)}
+    arguments.same_on_all_ranks("fit", options.alike() | more | arguments.alike(model._engine.prepared))
     return chosen
 
 
@@ -165,7 +165,8 @@ def _single_pass(
 ) -> Iterator[tuple[loop.Run, Feed]]:
     engine = model._engine
     stepper = engine.ready()
-    same_on_all_ranks(call, {"batch_size": options.batch_size, **more, "metrics": engine.prepared.alike()["metrics"]})
+    metrics = arguments.alike(engine.prepared)["metrics"]
+    arguments.same_on_all_ranks(call, {"batch_size": options.batch_size, **more, "metrics": metrics})
     feed = make_feed(data, options.request(has_own_batches(data), floats_for(model.network)), stepper.device)
     params = {
         "steps": feed.steps, "samples": feed.samples, "verbose": options.verbose, "log_freq": options.log_freq,

@@ -64,23 +64,6 @@ class Prepared:
     scaler_state: dict[str, Any] | None = None
     """Of a loaded checkpoint, until the scaler is made."""
 
-    def alike(self) -> dict[str, Any]:
-        """What has to be the same on every rank, in plain values: each moves its own copy of the weights."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        return {
-            # By class: a name may well be the rank's own.
-            "metrics": [type(metric).__name__ for metric in self.metrics],
-            "optimizer": None if self.optimizer is None else type(self.optimizer).__name__,
-            "scheduler": None if self.schedule is None else type(self.schedule.scheduler).__name__,
-            "optimizer.param_groups": [
-                {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in group.items() if _is_setting(v)}
-                for group in groups
-            ],
-            "amp_configs": self.precision.dtype,
-            "clip_grad_norm": self.clip_grad_norm,
-            "sync_batchnorm": self.sync_batchnorm,
-        }
-
 
 class Stepper:
     """Computes steps of one network: training through the gradient exchange, evaluation on the bare network.
@@ -106,6 +89,7 @@ class Stepper:
         self.device = device
         self._train_step = train_step
         self._eval_step = eval_step
+        self._overrides_step = getattr(train_step, "__module__", None) != "hapi.model"
         self._world_size = group.get_world_size()
         self._has_graph = False
         self._last_rate: float | torch.Tensor = 0.0
@@ -318,7 +302,7 @@ class Stepper:
         with self.prepared.precision.autocast(self.device):
             if size == 0 and self._meets_in_forward:
                 return _zero_of(call_network(self.network, inputs))
-            value, outputs = _pair(self._train_step(inputs, labels), "train_step")
+            value, outputs = _pair(self._explained_step(inputs, labels, size), "train_step")
             loss = self._as_loss(value)
         outcome = _outcome(loss, size, outputs)
         # Alone and with nothing to wait for, a batch's own mean is the window's.
@@ -330,6 +314,18 @@ class Stepper:
             return loss.value / _nonzero(loss.weight), None, outcome
         probe = self._probe()
         return loss.value, probe * loss.weight.detach().to(probe), outcome
+
+    def _explained_step(self, inputs: Inputs, labels: Any, size: int) -> Any:
+        try:
+            result = self._train_step(inputs, labels)
+        except (TypeError, ValueError, AttributeError) as error:
+            cause = checks.why_step_failed(error, size, self._overrides_step)
+            if cause is not None:
+                raise cause from error
+            raise
+        if self._overrides_step and not self._has_graph and not self.window_open:
+            checks.own_backward(self._parameters)
+        return result
 
     def _probe(self) -> torch.Tensor:
         return self.exchange.replica.probe
@@ -360,10 +356,6 @@ def _pair(returned: Any, method: str) -> tuple[Any, Any]:
         "Write `return loss, outputs`; a loss that knows its own weight is a pair in it: `return (sum, count), "
         "outputs`."
     )
-
-
-def _is_setting(value: Any) -> bool:
-    return isinstance(value, bool | int | float | str) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def _rate(optimizer: torch.optim.Optimizer) -> float | torch.Tensor:

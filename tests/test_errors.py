@@ -521,6 +521,73 @@ def test_labels_that_are_no_probabilities(refused: Refused) -> None:
     refused(ValueError, "from 0 to 2.*Recode the two classes", subject, (X, Y[:, None].float()))
 
 
+# Overridden steps.
+
+
+class CallsBackward(hapi.Model):
+    def train_step(self, inputs: Any, labels: Any) -> Any:
+        outputs = self.network(*inputs)
+        loss = nn.functional.cross_entropy(outputs, labels)
+        loss.backward()
+        return loss, outputs
+
+
+class WholeStep(hapi.Model):
+    def train_step(self, inputs: Any, labels: Any) -> Any:
+        loss, outputs = super().train_step(inputs, labels)
+        self.optimizer.zero_grad()
+        loss.backward()
+        return loss.detach(), outputs
+
+
+class PassesTheTuple(hapi.Model):
+    def train_step(self, inputs: Any, labels: Any) -> Any:
+        return self._engine.loss_of(self.network(inputs), labels), None
+
+
+class OneArgument(hapi.Model):
+    def eval_step(self, batch: Any) -> Any:
+        return batch
+
+
+class LightningsArguments(hapi.Model):
+    def train_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "cure"),
+    [
+        (CallsBackward, ValueError, r"called backward\(\) itself.*return loss, outputs"),
+        (WholeStep, ValueError, r"called backward\(\) itself.*zero_grad\(\)"),
+        (PassesTheTuple, TypeError, r"inputs are a tuple.*self\.network\(\*inputs\)"),
+    ],
+)
+def test_an_overridden_step_that_does_too_much(kind: Any, error: Any, cure: str) -> None:
+    network = nn.Linear(4, 3)
+    before = weights(network)
+    subject = kind(network).prepare(torch.optim.SGD(network.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    with pytest.raises(error, match=cure):
+        subject.fit((X, Y), verbose=0)
+    assert all(map(torch.equal, before, weights(network)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shown"),
+    [(OneArgument, r"eval_step\(batch\)"), (LightningsArguments, r"train_step\(batch, batch_idx: 'int'\)")],
+)
+def test_an_overridden_step_of_other_arguments(kind: Any, shown: str) -> None:
+    with pytest.raises(TypeError, match=rf"{kind.__name__}\.{shown.split(chr(92))[0]}.*self, inputs, labels"):
+        kind(nn.Linear(4, 3))
+
+
+def test_batchnorm_on_a_last_batch_of_one_sample() -> None:
+    network = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match=r"BatchNorm received 1 sample.*drop_last=True"):
+        model(network=network).fit((X, Y), batch_size=3, verbose=0)
+    assert model(network=network).fit((X, Y), batch_size=3, drop_last=True, verbose=0).history["loss"][0] > 0
+
+
 # A loss that is no longer a number.
 
 

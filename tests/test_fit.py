@@ -406,6 +406,35 @@ def test_step_outputs_are_not_kept_alive():
     assert max(alive) <= 1
 
 
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_penalty_is_added_to_the_loss_of_super(ignored, accumulate):
+    """Half of the mean over the window's counted labels and a penalty that each batch has, weighed as the batch is."""
+    x, y = make_data(n=12)
+    if ignored:
+        y = torch.where(torch.arange(12) % 5 == 0, torch.full_like(y, -100), y)
+
+    class Penalized(hapi.Model):
+        def train_step(self, inputs, labels):
+            loss, outputs = super().train_step(inputs, labels)
+            return 0.5 * (loss - 1.0) + 0.1 * outputs.square().mean(), outputs
+
+    net, plain = make_net(), make_net()
+    model = Penalized(net).prepare(torch.optim.SGD(net.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    model.fit((x, y), batch_size=4, shuffle=False, accumulate_grad_batches=accumulate, verbose=0)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    batches = list(zip(x.split(4), y.split(4), strict=True))
+    for window in (batches[i : i + accumulate] for i in range(0, 3, accumulate)):
+        counts = [int((labels >= 0).sum()) for _, labels in window]
+        for (inputs, labels), count in zip(window, counts, strict=True):
+            outputs = plain(inputs)
+            loss = 0.5 * (nn.functional.cross_entropy(outputs, labels) - 1.0) + 0.1 * outputs.square().mean()
+            (loss * count / sum(counts)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(weights(net), weights(plain))
+
+
 def test_compile_gives_the_eager_numbers_and_keeps_names():
     x, y = make_data(n=24)
     eager, compiled = make_net(), make_net()

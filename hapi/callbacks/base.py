@@ -289,7 +289,7 @@ def default_callbacks(
     return [*added, *given]
 
 
-def alike(callbacks: Iterable[Callback]) -> list[str]:
+def callbacks_alike(callbacks: Iterable[Callback]) -> list[str]:
     """Those that all ranks need, with what they were set to; loggers may be one rank's alone."""
     described = []
     for callback in callbacks:
