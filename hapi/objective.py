@@ -34,7 +34,7 @@ class Loss(NamedTuple):
     weight: torch.Tensor | None
     """What the loss was summed over (tokens, weights of classes), a 0-dim tensor."""
 
-    def __add__(self, other: Any) -> Loss:  # type: ignore[override]
+    def __add__(self, other: Any) -> Loss:
         if isinstance(other, Loss):
             if other.weight is not None:
                 raise ValueError(
@@ -44,15 +44,17 @@ class Loss(NamedTuple):
             other = other.value
         return Loss(self.value + (other if self.weight is None else other * self.weight), self.weight)
 
-    __radd__ = __add__
+    def __radd__(self, other: Any) -> Loss:
+        return self.__add__(other)
 
     def __sub__(self, other: Any) -> Loss:
-        return self + -1 * other
+        return self.__add__(-1 * other)
 
-    def __mul__(self, factor: Any) -> Loss:  # type: ignore[override]
+    def __mul__(self, factor: Any) -> Loss:
         return Loss(self.value * factor, self.weight)
 
-    __rmul__ = __mul__  # type: ignore[assignment]
+    def __rmul__(self, factor: Any) -> Loss:
+        return self.__mul__(factor)
 
     def __truediv__(self, divisor: Any) -> Loss:
         return Loss(self.value / divisor, self.weight)

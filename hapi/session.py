@@ -47,6 +47,7 @@ class PassOptions:
         return Request(self.name, batch_size, num_workers=self.num_workers or None, lockstep=False, floats=floats)
 
 
+@group.naming_the_lost()
 def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: FitOptions) -> History:
     """Train; see `Model.fit`."""
     engine = model._engine
@@ -139,6 +140,7 @@ def _leaving_in_order() -> Iterator[None]:
             raise
 
 
+@group.naming_the_lost()
 def evaluate(model: Model, data: Any, callbacks: Any, options: PassOptions, num_iters: int | None) -> dict[str, float]:
     """Evaluate; see `Model.evaluate`."""
     with _single_pass(model, "evaluate", data, callbacks, options, {"num_iters": num_iters}) as (run, feed):
@@ -153,6 +155,7 @@ def evaluate(model: Model, data: Any, callbacks: Any, options: PassOptions, num_
     return values
 
 
+@group.naming_the_lost()
 def predict(model: Model, data: Any, callbacks: Any, options: PassOptions, stack_outputs: bool) -> Any:
     """Predict; see `Model.predict`."""
     with _single_pass(model, "predict", data, callbacks, options, {"stack_outputs": stack_outputs}) as (run, feed):

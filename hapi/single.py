@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hapi.engine import Engine
 
 
+@group.naming_the_lost()
 def train_batch(engine: Engine, inputs: Any, labels: Any, update: bool) -> dict[str, float]:
     """See `Model.train_batch`."""
     if engine.prepared.optimizer is None:

@@ -29,11 +29,14 @@ _launch: LaunchInfo | None = None
 _own: Any = None
 _pid: int | None = None
 _control: tuple[Any, Any] | None = None
+_store: Any = None
+_timeout: float | None = None
+_has_said = False
 
 
 def start() -> None:
     """Join the process group that the launcher asks for; nothing to do when alone or when already joined."""
-    global _launch, _own
+    global _launch, _own, _store, _timeout
     if is_initialized():
         # The user's own, or Ray's: used as it is, and left to whoever made it.
         _take_the_rank()
@@ -48,7 +51,7 @@ def start() -> None:
     # Only for a process among others.
     from hapi.distributed import rendezvous
 
-    timeout = rendezvous.chosen_timeout()
+    _timeout = rendezvous.chosen_timeout()
     store = rendezvous.meet(launch, dist.TCPStore)  # type: ignore[attr-defined]  # torch does not list it
     try:
         dist.init_process_group(
@@ -56,7 +59,7 @@ def start() -> None:
             store=store,
             rank=launch.rank,
             world_size=launch.world_size,
-            timeout=datetime.timedelta(seconds=timeout) if timeout else None,
+            timeout=_limit(),
         )
     except RuntimeError as error:
         raise RuntimeError(
@@ -64,7 +67,7 @@ def start() -> None:
             f"they cannot connect to each other: {error}. Set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the "
             "interface between the hosts, and open its ports."
         ) from error
-    _launch, _own = launch, dist.group.WORLD
+    _launch, _own, _store = launch, dist.group.WORLD, store
     atexit.register(_stop)
 
 
@@ -76,14 +79,18 @@ def _take_the_rank() -> None:
     _pid = os.getpid()
 
 
+def _limit() -> datetime.timedelta | None:
+    return datetime.timedelta(seconds=_timeout) if _timeout else None
+
+
 def _stop() -> None:
-    global _own, _control
+    global _own, _control, _store
     # After an exception the others are gone or will be: nothing is to be agreed with them any more.
     if is_initialized() and dist.group.WORLD is _own and not excepthook.has_failed():
         dist.destroy_process_group()
         # The last references: with them its threads end, now. One that lets go of a tensor while the interpreter is
         # taken down aborts the process.
-        _own = _control = None
+        _own = _control = _store = None
 
 
 def _control_group() -> Any:
@@ -95,7 +102,7 @@ def _control_group() -> Any:
     global _control
     world = dist.group.WORLD
     if _control is None or _control[0] is not world:
-        _control = (world, dist.new_group(backend="gloo"))
+        _control = (world, dist.new_group(backend="gloo", timeout=_limit()))
     return _control[1]
 
 
@@ -130,6 +137,35 @@ def _refuse_strays(control: Any) -> None:
             f"The ranks have come to different collectives: {places}. Each has to be reached by all ranks alike. Call "
             "fit, evaluate, predict and the like on every rank, not under a condition that holds on some of them."
         )
+
+
+@contextmanager
+def naming_the_lost() -> Iterator[None]:
+    """Around a call that all ranks make: where one fails, the others say which and of what.
+
+    Raises:
+        RuntimeError: A collective has failed since a rank is gone, or did not come in time.
+    """
+    global _has_said
+    if _has_said:
+        from hapi.distributed import lost
+
+        lost.take_back(_store, get_rank())
+        _has_said = False
+    try:
+        yield
+    except Exception as error:
+        if _store is None or not is_initialized() or get_world_size() == 1:
+            raise
+        # Only where something has failed.
+        from hapi.distributed import lost
+
+        cause = lost.explained(error, _store, get_rank(), get_world_size(), _timeout)
+        _has_said = True
+        if cause is not None:
+            raise cause from error
+        lost.leave_word(error, _store, get_rank())
+        raise
 
 
 def is_initialized() -> bool:
