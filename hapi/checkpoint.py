@@ -270,7 +270,7 @@ def read_training(path: str | Path, identity: str | None) -> dict[str, Any] | No
 
 
 def newest(folder: str | Path, network: nn.Module, run: str | None = None) -> tuple[str | None, list[str]]:
-    """The furthest whole checkpoint of a folder that fits a network: by the steps that it counts, then by its time.
+    """The newest whole checkpoint of a folder that fits a network: of the run begun last, the furthest of its steps.
 
     Args:
         folder: Where to look.
@@ -300,17 +300,21 @@ def newest(folder: str | Path, network: nn.Module, run: str | None = None) -> tu
     return None, passed_over
 
 
-def _age(path: Path) -> tuple[float, int]:
-    """How far a checkpoint's run had come. What cannot be read counts as the furthest, so that it is named."""
+def _age(path: Path) -> tuple[float, float, int]:
+    """When a checkpoint's run was begun, and how far it had come. What cannot be read counts as the newest.
+
+    So it is named. Times of files decide at last only: a copied folder has other ones.
+    """
     try:
         # Not verified: it decides the order in which files are looked at, no more.
-        steps = files.peek(training_path(path))["counters"]["steps_trained"]
+        training = files.peek(training_path(path))
+        begun, steps = training["position"].get("begun", 0.0), training["counters"]["steps_trained"]
     except Exception:  # Damage shows as a dozen types.
-        steps = math.inf
+        begun = steps = math.inf
     try:
-        return steps, path.stat().st_mtime_ns
+        return begun, steps, path.stat().st_mtime_ns
     except OSError:  # Another run that saves here may have deleted it.
-        return steps, 0
+        return begun, steps, 0
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -37,6 +37,8 @@ class Engine:
         self.running: list[CallbackList] = []
         """The callbacks of the calls under way: evaluate may be called from a callback of fit."""
         self.seed: int | None = None
+        self.begun = 0.0
+        """When the last run was begun, in seconds since 1970; one that is resumed keeps it. 0: there was none."""
         self.cursor: Cursor | None = None
         """Of the fit under way."""
         self._steps = (train_step, eval_step)
@@ -138,6 +140,7 @@ class Engine:
             "counters": counters,
             "position": {
                 "seed": self.seed,
+                "begun": self.begun,
                 "run": group.run_name(),
                 "world_size": group.get_world_size(),
                 "threads": torch.get_num_threads(),

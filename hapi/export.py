@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -78,9 +79,13 @@ def _traced(
 
 
 def _write_program(program: ExportedProgram, target: Path) -> None:
+    # torch takes a path that ends in .pt2, which no temporary name does, or one of Python's own files.
+    archive = io.BytesIO()
+    torch.export.save(program, archive)
+
     def write_to(place: Path) -> None:
         with files.opened(place) as file:
-            torch.export.save(program, file)
+            file.write(archive.getbuffer())
 
     with files.draft(target, write_to) as new:
         files.rename(new, target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +27,9 @@ def start(model: Model, options: FitOptions) -> tuple[int, dict[str, Any] | None
     # Drawn in any case, so that the script's own stream goes on alike.
     seed = group.broadcast_object(rng.draw_seed() if options.seed is None else options.seed)
     source = find(options, model.network)
+    model._engine.begun = time.time()
     if source is None:
+        _tell_of_others(options)
         return seed, None
     state = model._load(source)
     if state is None:
@@ -35,7 +38,26 @@ def start(model: Model, options: FitOptions) -> tuple[int, dict[str, Any] | None
             "Resume from a checkpoint that fit or save has written, or load the weights by model.load and start anew."
         )
     restore_threads(state["position"])
+    model._engine.begun = state["position"].get("begun", 0.0)
+    if options.verbose and model.epochs_trained >= options.epochs:
+        say(
+            f"hapi: {source} has {model.epochs_trained} epochs, and epochs={options.epochs} counts the whole run: "
+            "nothing is left to train"
+        )
     return state["position"]["seed"], state
+
+
+def _tell_of_others(options: FitOptions) -> None:
+    """Say that a fresh start finds an earlier run's checkpoints, of which it replaces those of its own names alone."""
+    if options.save_dir is None or not options.verbose or not group.speaks_for_all():
+        return
+    names = [path.stem for path in Path(options.save_dir).glob("*.opt.pt")]
+    numbers = sorted(int(name) for name in (Path(name).stem for name in names) if name.isdecimal())
+    if numbers:
+        say(
+            f"hapi: {options.save_dir} holds checkpoints of an earlier run, {numbers[0]} to {numbers[-1]}; resume=True "
+            "would go on from it, now those of equal names are replaced and the others stay"
+        )
 
 
 def find(options: FitOptions, network: nn.Module) -> str | None:

@@ -788,3 +788,27 @@ def test_legacy_format(tmp_path: Path) -> None:
     path = tmp_path / "legacy.pt"
     torch.save(nn.Linear(4, 3).state_dict(), path, _use_new_zipfile_serialization=False)
     loading_fails(path, ValueError, "save it anew with torch.save")
+
+
+# Names from elsewhere.
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "cure"),
+    [
+        (hapi, "InputSpec", r"hapi\.Model\(network\).*summary\(input_size="),
+        (hapi, "vision", r"hapi\.datasets"),
+        (hapi.callbacks, "VisualDL", r"write hapi\.callbacks\.TensorBoard"),
+        (hapi, "Modle", "has no attribute 'Modle'$"),
+        (hapi.callbacks, "EarlyStoping", "has no attribute 'EarlyStoping'$"),
+    ],
+)
+def test_names_that_scripts_come_with(module: Any, name: str, cure: str) -> None:
+    with pytest.raises(AttributeError, match=cure):
+        getattr(module, name)
+
+
+@pytest.mark.parametrize("module", [hapi, hapi.callbacks, hapi.distributed])
+def test_names_imported_on_demand_are_listed(module: Any) -> None:
+    assert set(module.__all__) <= set(dir(module))
+    assert all(getattr(module, name) is not None for name in dir(module))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ def trained() -> hapi.Model:
     model = hapi.Model(network).prepare(torch.optim.SGD(network.parameters(), lr=0.1), nn.CrossEntropyLoss())
     model.fit(FashionMNIST(sample=True), num_iters=2, verbose=0)
     return model
+
+
+def test_it_is_written_without_a_word(trained: hapi.Model, tmp_path: Path, capfd: Any, caplog: Any) -> None:
+    trained.export(tmp_path / "quiet.pt2", example_inputs=images()[:2])
+    assert capfd.readouterr() == ("", "")
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_program_gives_the_predictions_of_real_images(trained: hapi.Model, tmp_path: Path) -> None:

@@ -94,6 +94,32 @@ def test_the_furthest_checkpoint_that_fits_is_taken_whatever_the_files_times_say
     assert model.epochs_trained == 4
 
 
+def test_a_later_run_in_the_same_folder_is_the_newest_whatever_its_length(tmp_path, capsys):
+    resume_runs.trained(tmp_path, 3)
+    x, y = torch.randn(8, 6), torch.randint(3, (8,))
+    model, _ = resume_runs.trained(tmp_path / "other", 1)
+    model.epochs_trained = model.steps_trained = 0
+    capsys.readouterr()
+    model.fit((x, y), epochs=1, save_dir=tmp_path, verbose=2)
+    assert f"{tmp_path} holds checkpoints of an earlier run, 1 to 3; resume=True would" in capsys.readouterr().out
+    weights = [value.clone() for value in model.network.state_dict().values()]
+    for name in ("3.pt", "3.opt.pt"):
+        os.utime(tmp_path / name, (4e9, 4e9))
+    again, _ = resume_runs.trained(tmp_path / "other", 1)
+    again.fit((x, y), epochs=1, save_dir=tmp_path, resume=True, verbose=2)
+    printed = capsys.readouterr().out
+    assert "resuming from" in printed and f"{tmp_path / '3'}\n" not in printed
+    assert "has 1 epochs, and epochs=1 counts the whole run: nothing is left to train" in printed
+    assert "holds checkpoints" not in printed
+    assert all(map(torch.equal, weights, again.network.state_dict().values()))
+    # A resumed run is still the one that was begun.
+    again.fit((x, y), epochs=2, save_dir=tmp_path, resume=True, verbose=0)
+    assert again.epochs_trained == 2
+    last, _ = resume_runs.trained(tmp_path / "other", 1)
+    last.fit((x, y), epochs=2, save_dir=tmp_path, resume=True, verbose=0)
+    assert all(map(torch.equal, again.network.state_dict().values(), last.network.state_dict().values()))
+
+
 def test_a_restart_goes_on_from_its_own_run_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "first")
     resume_runs.trained(tmp_path, 2)

@@ -38,7 +38,16 @@ _ON_DEMAND = {
 }
 
 
+# Names that scripts come with from Paddle and Keras, and what takes their place.
+_ELSEWHERE = {"VisualDL": "TensorBoard", "WandbCallback": "CSVLogger", "LearningRateScheduler": "LRScheduler"}
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     if name in _ON_DEMAND:
         return getattr(importlib.import_module(_ON_DEMAND[name]), name)
-    raise AttributeError(f"module 'hapi.callbacks' has no attribute {name!r}")
+    instead = f": write hapi.callbacks.{_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+    raise AttributeError(f"module 'hapi.callbacks' has no attribute {name!r}{instead}")

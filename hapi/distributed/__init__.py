@@ -36,6 +36,10 @@ _ON_DEMAND = {
 }
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     if name == "fleet":
         return importlib.import_module("hapi.distributed.fleet")
