@@ -89,3 +89,14 @@ def test_the_header_says_what_to_expect(name: str) -> None:
     header = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8").split('"""')[1]
     for word in (f"python examples/{name}.py", "torchrun", "test accuracy", "seconds", "cores", "torch 2."):
         assert word in header, f"{word!r} is missing"
+
+
+def test_the_readmes_code_runs_as_it_stands(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    assert len(blocks) == 4
+    (tmp_path / "readme.py").write_text("\n".join(blocks), encoding="utf-8")
+    output = run("readme.py", cwd=tmp_path)
+    assert "after epoch 3: " in output and "'top3': " in output and "hapi: resuming from checkpoints/" in output
+    assert {"history.png", "mnist.pt2", "checkpoints"} <= files(tmp_path)
+    launched = run(*TORCHRUN, "readme.py", cwd=tmp_path)
+    assert launched.count("'top3': ") == 2
