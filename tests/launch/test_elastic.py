@@ -11,7 +11,8 @@ import time
 
 import pytest
 from launches import Launch
-from two_hosts import ADDRESSES, HOSTS
+from namespaces import ADDRESSES
+from namespaces import NAMES as HOSTS
 
 pytestmark = [pytest.mark.launchers, pytest.mark.usefixtures("hosts")]
 

@@ -7,7 +7,8 @@ import time
 
 import pytest
 from launches import Launch, eventually, is_gone
-from two_hosts import ADDRESSES, HOSTS, ip
+from namespaces import ADDRESSES
+from namespaces import NAMES as HOSTS
 
 # Minutes of hosts that come and go, on network namespaces: `make test-launchers`.
 pytestmark = [pytest.mark.launchers, pytest.mark.usefixtures("hosts")]
@@ -123,16 +124,16 @@ def test_a_killed_launcher_ends_the_other(tmp_path, where):
     assert HOSTS[where] in both[1 - where].err or ADDRESSES[where] in both[1 - where].err
 
 
-def test_a_cut_network_ends_both(tmp_path):
+def test_a_cut_network_ends_both(tmp_path, hosts):
     both = launch_both(tmp_path, WAITING + "time.sleep(60)", *IPS)
     [launch.until(f"pid{rank}") for rank, launch in enumerate(both)]
-    ip("-n", HOSTS[1], "link", "set", "eth0", "down")
+    hosts.cut()
     try:
         before = time.monotonic()
         assert codes(both) == [1, 1], shown(both)
         assert time.monotonic() - before < 15
     finally:
-        ip("-n", HOSTS[1], "link", "set", "eth0", "up")
+        hosts.mend()
 
 
 def test_who_does_not_come(tmp_path):

@@ -8,8 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-import install
-
+NAMES = tuple(f"hapi{os.getpid()}h{number}" for number in (0, 1))
 ADDRESSES = ("10.231.8.10", "10.231.8.9")  # in the order of neither texts nor numbers
 _FILES = Path("/etc/netns")  # `ip netns exec` lays what is in there over /etc
 
@@ -26,7 +25,7 @@ class Hosts:
     """
 
     def __init__(self) -> None:
-        self.names = [f"hapi{os.getpid()}h{number}" for number in (0, 1)]
+        self.names = NAMES
         self.addresses = ADDRESSES
 
     def __enter__(self) -> Hosts:
@@ -42,18 +41,22 @@ class Hosts:
 
     def __exit__(self, *_: object) -> None:
         for name in self.names:
-            _run(install.find("ip") or "ip", "netns", "del", name, check=False)
+            _ip("netns", "del", name, check=False)
             shutil.rmtree(_FILES / name, ignore_errors=True)
 
     def command(self, number: int, command: Sequence[str]) -> list[str]:
         """The command line that runs another one on the host of this number."""
         name = self.names[number]
-        enter = [install.find("ip") or "ip", "netns", "exec", name, "unshare", "--uts"]
+        enter = [_found(), "netns", "exec", name, "unshare", "--uts"]
         return [*enter, "sh", "-c", 'hostname "$0" && exec "$@"', name, *command]
 
     def cut(self, number: int = 1) -> None:
         """Take the cable out of a host."""
         _ip("-n", self.names[number], "link", "set", "eth0", "down")
+
+    def mend(self, number: int = 1) -> None:
+        """Put it in again."""
+        _ip("-n", self.names[number], "link", "set", "eth0", "up")
 
     def _make(self) -> None:
         table = "".join(f"{address} {name}\n" for address, name in zip(self.addresses, self.names, strict=True))
@@ -75,8 +78,13 @@ class Hosts:
             _run(*self.command(number, ["true"]))
 
 
-def _ip(*words: str) -> None:
-    _run(install.find("ip") or "ip", *words)
+def _found() -> str:
+    """`ip`, also where an administrator's commands lie."""
+    return shutil.which("ip", path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])) or "ip"
+
+
+def _ip(*words: str, check: bool = True) -> None:
+    _run(_found(), *words, check=check)
 
 
 def _run(*command: str, check: bool = True) -> None:
