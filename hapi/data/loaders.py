@@ -45,6 +45,9 @@ def loader_feed(loader: DataLoader[Any], device: torch.device, seed: int, lockst
         loader = copy.copy(loader)
         loader.collate_fn = Collate(floats)
     if isinstance(loader.dataset, IterableDataset):
+        if hasattr(loader, "state_dict") and group.get_world_size() == 1:
+            # It knows its place in the data, and nothing is read again to find it.
+            return SelfShardedFeed(loader, device, seed, lockstep)
         if shards_itself(loader) and not (is_plain and declares_shards(loader.dataset)):
             return SelfShardedFeed(loader, device, seed, lockstep)
         return IterableFeed(_with_shards(loader, seed), device, lockstep)

@@ -1,0 +1,102 @@
+"""torchdata's StatefulDataLoader, the real one: asked for its place, resumed to the bit, no sample loaded twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import hapi
+
+N = 44
+
+
+class Rows(Dataset[Any]):
+    def __init__(self, loaded: list[int]) -> None:
+        self.loaded = loaded
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        self.loaded.append(index)
+        return torch.full((6,), index / N), index % 3
+
+
+class Stream(IterableDataset[Any]):
+    """Knows its place by itself."""
+
+    def __init__(self, loaded: list[int]) -> None:
+        self.loaded = loaded
+        self.place = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.place < N:
+            self.place += 1
+            self.loaded.append(self.place - 1)
+            yield torch.full((6,), self.place / N), self.place % 3
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+class Told(hapi.callbacks.Callback):
+    """The run is told to stop after so many steps."""
+
+    def __init__(self, steps: int | None) -> None:
+        self.steps = steps
+
+    def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+        if self.model.steps_trained == self.steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def trained(
+    make: Callable[[list[int]], Any], loaded: list[int], folder: Path, stop: int | None = None, resume: bool = False
+) -> tuple[Any, Any]:
+    torch.manual_seed(1)
+    # Its sampler draws a seed when it is made.
+    loader = make(loaded)
+    net = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.Linear(16, 3))
+    model = hapi.Model(net).prepare("adam", nn.CrossEntropyLoss(), hapi.metrics.Accuracy())
+    history = model.fit(loader, epochs=3, save_dir=folder, resume=resume, verbose=0, seed=3, callbacks=Told(stop))
+    return net.state_dict(), history.history
+
+
+MADE: dict[str, Callable[[list[int]], Any]] = {
+    "map-style": lambda loaded: StatefulDataLoader(Rows(loaded), batch_size=4, shuffle=True),
+    "map-style with workers": lambda loaded: StatefulDataLoader(
+        Rows(loaded), batch_size=4, shuffle=True, num_workers=2
+    ),
+    "iterable": lambda loaded: StatefulDataLoader(Stream(loaded), batch_size=4),
+    "iterable with a worker": lambda loaded: StatefulDataLoader(Stream(loaded), batch_size=4, num_workers=1),
+}
+
+
+# Its own, of torch's.
+@pytest.mark.filterwarnings("ignore:.*set_vital")
+@pytest.mark.parametrize("stop", [4, 15])
+@pytest.mark.parametrize("kind", MADE)
+def test_it_goes_on_where_it_was(kind: str, stop: int, tmp_path: Path) -> None:
+    loaded: list[int] = []
+    straight, history = trained(MADE[kind], [], tmp_path / "straight")
+    with pytest.raises(SystemExit):
+        trained(MADE[kind], loaded, tmp_path / "cut", stop)
+    assert (tmp_path / "cut" / f"step_{stop}.pt").exists()
+    resumed, resumed_history = trained(MADE[kind], loaded, tmp_path / "cut", resume=True)
+    assert all(map(torch.equal, straight.values(), resumed.values()))
+    assert resumed_history == history
+    # Workers load in processes of their own.
+    assert len(loaded) == (0 if "worker" in kind else 3 * N)
