@@ -6,42 +6,35 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent import futures
 
 
 class Writer:
     """Runs one job at a time in a thread of its own; what it raises is handed to whoever asks next.
 
-    A fork while the thread runs would copy locks that it holds, so that a data worker might hang: forks wait for it.
+    The interpreter waits for it at exit. A fork while a job runs would copy locks that it holds, so that a data worker
+    might hang: forks wait for it.
     """
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        # Kept from job to job: to start a thread, training would have to wait until that has begun.
+        self._thread = futures.ThreadPoolExecutor(1, "hapi-writer")
+        self._job: futures.Future[None] | None = None
         _all.add(self)
 
     def start(self, job: Callable[[], None]) -> None:
         """Start a job. The one before must have been waited for."""
-        # Not a daemon: the interpreter waits for it at exit.
-        self._thread = threading.Thread(target=self._run, args=(job,), name="hapi-writer")
-        self._thread.start()
+        self._job = self._thread.submit(job)
 
-    def wait(self) -> Exception | None:
+    def wait(self) -> BaseException | None:
         """Wait until the job is done, and give what it has raised, once."""
-        self.join()
-        error, self._error = self._error, None
-        return error
+        job, self._job = self._job, None
+        return None if job is None else job.exception()
 
     def join(self) -> None:
         """Wait until the job is done; its error stays."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def _run(self, job: Callable[[], None]) -> None:
-        try:
-            job()
-        except Exception as error:  # Handed to the main thread by `wait`.
-            self._error = error
+        if self._job is not None:
+            futures.wait([self._job])
 
 
 def _join_all() -> None:
