@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
 from types import TracebackType
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_UNTIL_IT_IS_READ = 0.3
 _watching: int | None = None
 _failed = False
 
@@ -33,6 +37,8 @@ def watch() -> None:
         before(kind, error, trace)
         if is_rank:
             _abort_others()
+            if isinstance(error, Exception):
+                _end_at_once()
 
     sys.excepthook = hook
 
@@ -40,6 +46,25 @@ def watch() -> None:
 def has_failed() -> bool:
     """Whether an uncaught exception is ending this process."""
     return _failed
+
+
+def _end_at_once() -> None:
+    """End as Python does, but for taking the interpreter down: that takes a second, in which sockets stay open.
+
+    The others notice what has happened when they close.
+    """
+    if sys.flags.inspect or os.environ.get("PYTHONINSPECT"):
+        return
+    try:
+        # What Python does at its end, in its order: threads, and what was registered.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                with contextlib.suppress(OSError):
+                    stream.flush()
+        os._exit(1)
 
 
 def _abort_others() -> None:
@@ -50,9 +75,10 @@ def _abort_others() -> None:
     """
     if "HYDI_CONTROL_FD" not in os.environ or int(os.environ.get("PMI_SIZE", "1")) < 2:
         return
-    # It ends this process too, at once.
+    # It ends this process too, at once, and what mpiexec has not read by then is lost.
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    time.sleep(_UNTIL_IT_IS_READ)
     try:
         os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=1\n")
     except (KeyError, ValueError, OSError) as failed:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -80,6 +81,9 @@ def users_group() -> None:
 
 def waits_in_vain() -> None:
     """The process group of two, of which one is missing."""
+    # What an exception must not cut off, though it ends a rank without taking the interpreter down.
+    atexit.register(say, "registered")
+    threading.Thread(target=lambda: (time.sleep(3), say("thread"))).start()
     group.start()
 
 

@@ -229,8 +229,8 @@ def test_processes_that_part(tmp_path: Path) -> None:
     assert "were inherited from the process that holds the rank" in err
     assert err.count("Warning") == 1
 
-    code, _, err = finish(vain)
-    assert code == 1
+    code, out, err = finish(vain)
+    assert (code, out) == (1, "thread\nregistered\n")
     assert "Rank 1 of 2 (env, host" in err
     told = json.loads(error_file.read_text())["message"]
     assert told["message"].startswith("RuntimeError: Rank 1 of 2 (env, host")
