@@ -19,6 +19,29 @@ _STRATEGIES = ("auto", "ddp")
 _NAN_POLICIES = ("stop", "ignore")
 
 
+class SetBy:
+    """An attribute that may be read only; assigning it says what sets it.
+
+    Args:
+        cure: What to write instead.
+    """
+
+    def __init__(self, cure: str) -> None:
+        self._cure = cure
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: Any, kind: type) -> Any:
+        return self if owner is None else vars(owner)[self._name]
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        raise AttributeError(
+            f"{type(owner).__name__}.{self._name} was assigned {value!r:.80}, but the parts that are made of it would "
+            f"go on with the former one. {self._cure}"
+        )
+
+
 @dataclass
 class FitOptions:
     """What `Model.fit` was given, data and callbacks aside."""

@@ -68,7 +68,8 @@ def tensor_of(array: Any, floats: torch.dtype | None = None) -> torch.Tensor:
         array: The array.
         floats: What float64 becomes, which NumPy makes unasked and few layers take; None: torch's default dtype.
     """
-    tensor = torch.as_tensor(array)
+    # A reversed view is copied: a tensor has no strides below zero.
+    tensor = torch.as_tensor(array.copy() if any(stride < 0 for stride in array.strides) else array)
     return tensor.to(floats or torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
 
 
@@ -93,6 +94,14 @@ def leaves(value: Any) -> Iterator[torch.Tensor]:
 def is_array(value: Any) -> bool:
     """Whether it is a NumPy array, found out without importing NumPy."""
     return type(value).__module__ == "numpy" and hasattr(value, "__array__") and hasattr(value, "shape")
+
+
+def is_counted(labels: torch.Tensor, ignored: int) -> torch.Tensor:
+    """Which labels are not the one to ignore. One that their dtype cannot hold would be compared as another number."""
+    span = torch.iinfo(labels.dtype) if not (labels.is_floating_point() or labels.dtype == torch.bool) else None
+    if span is not None and not span.min <= ignored <= span.max:
+        return torch.ones_like(labels, dtype=torch.bool)
+    return labels != ignored
 
 
 def size_of(batch: Any) -> int:
@@ -166,11 +175,16 @@ class Splitter:
         self._takes_any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
-    def __call__(self, batch: Any) -> tuple[Inputs, Any]:
-        """The inputs (a tuple, or a dict for dict batches) and the labels (None, one, or a tuple)."""
+    def __call__(self, batch: Any, needs_labels: bool = True) -> tuple[Inputs, Any]:
+        """The inputs (a tuple, or a dict for dict batches) and the labels (None, one, or a tuple).
+
+        Args:
+            batch: A batch as the data gives it.
+            needs_labels: False: to predict, where data may well have none.
+        """
         fields = _named_fields(batch)
         if fields is not None:
-            return self._split_named(fields)
+            return self._split_named(fields, needs_labels)
         if not _is_several(batch):
             return (batch,), None
         if isinstance(self._inputs, tuple) or isinstance(self._labels, tuple):
@@ -179,7 +193,12 @@ class Splitter:
                 f"(inputs={self._inputs}, labels={self._labels}), which belong to dict batches. "
                 "Write numbers instead, such as Model(network, inputs=1, labels=1)."
             )
-        return split_positional(batch, self._inputs, self._labels)
+        inputs, labels = self._inputs, self._labels
+        if not needs_labels and labels is not None:
+            # As many inputs as with labels, and of labels what is there.
+            inputs = inputs if inputs is not None else max(1, len(batch) - labels)
+            labels = min(labels, max(0, len(batch) - inputs))
+        return split_positional(batch, inputs, labels)
 
     def as_inputs(self, value: Any) -> Inputs:
         """What a user passes as `inputs` of train_batch: one tensor, a tuple or list of several, or a dict."""
@@ -191,7 +210,7 @@ class Splitter:
         """What a user passes as `labels` of train_batch: None, one, or a tuple or list of several."""
         return _unwrap_single(tuple(value)) if _is_several(value) else value
 
-    def _split_named(self, batch: Mapping[str, Any]) -> tuple[Inputs, Any]:
+    def _split_named(self, batch: Mapping[str, Any], needs_labels: bool) -> tuple[Inputs, Any]:
         keys = list(batch)
         labels = self._labels
         if isinstance(self._inputs, int) or isinstance(labels, int):
@@ -207,6 +226,8 @@ class Splitter:
         else:
             inputs = [key for key in keys if key in self._names]
         chosen = list(labels) if isinstance(labels, tuple) else [key for key in keys if key not in inputs]
+        if not needs_labels:
+            chosen = [key for key in chosen if key in batch]
         missing = [key for key in [*inputs, *chosen] if key not in batch]
         if missing or not inputs:
             raise ValueError(

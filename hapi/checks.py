@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hapi.batch import is_counted
+
 # Losses that compare outputs and labels element by element, and would broadcast unequal shapes without a word.
 _ELEMENTWISE = {
     "MSELoss": nn.functional.mse_loss,
@@ -70,7 +72,8 @@ def optimizer_parameters(optimizer: torch.optim.Optimizer, network: nn.Module, c
         raise ValueError(
             f"The optimizer holds {len(held)} parameters, of which {len(strangers)} (first shape: {strangers[0]}) are "
             "not of the network given to Model, so that training would not move the network. Make the optimizer from "
-            "this network: torch.optim.Adam(model.parameters(), lr=1e-3)."
+            "this network: torch.optim.Adam(model.parameters(), lr=1e-3); parameters of a loss count where the loss is "
+            "a module."
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -153,7 +156,7 @@ def class_labels(labels: Any, outputs: Any) -> None:
                 "Write labels.long(), or give class probabilities of the outputs' own shape."
             )
         return
-    if labels.dtype not in (torch.int64, torch.uint8):
+    if labels.dtype != torch.int64 and not (labels.dtype == torch.uint8 and labels.dim() == 1):
         raise ValueError(
             f"Cross-entropy received {shown}: torch takes class numbers as int64 only. Write labels.long()."
         )
@@ -266,6 +269,6 @@ def _is_text(label: Any) -> bool:
 
 
 def _labels_within(labels: torch.Tensor, outputs: torch.Tensor, ignored: int | None) -> None:
-    counted = labels[torch.ne(labels, ignored)] if ignored is not None else labels
+    counted = labels[is_counted(labels, ignored)] if ignored is not None else labels
     if counted.numel():
         label_range(int(counted.min()), int(counted.max()), outputs.shape[1 if outputs.dim() > 1 else 0])

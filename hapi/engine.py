@@ -41,11 +41,24 @@ class Engine:
         """When the last run was begun, in seconds since 1970; one that is resumed keeps it. 0: there was none."""
         self.cursor: Cursor | None = None
         """Of the fit under way."""
+        self.left: dict[str, Any] | None = None
+        """The cursor's state at the end of the last fit; the data itself is let go."""
         self._steps = (train_step, eval_step)
+        self.overrides_steps = any(step.__module__ != "hapi.model" for step in self._steps)
         self._stepper: Stepper | None = None
         self._label_span: tuple[int, int] | None = None
         self._first_batch_seen = False
         self._shapes_known = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of a Model, pickled or deep, takes no part in the call under way, and leaves the data where it is.
+        left = self.left if self.cursor is None else self.cursor.state()
+        return {**vars(self), "cursor": None, "left": left, "running": [], "_stepper": None}
+
+    def end_fit(self) -> None:
+        """After a fit: what a later save has to know of it is kept."""
+        if self.cursor is not None:
+            self.left, self.cursor = self.cursor.state(), None
 
     def prepare(self, prepared: Prepared) -> None:
         """Take over what `Model.prepare` was given; the network is wrapped anew at the next call."""
@@ -59,9 +72,9 @@ class Engine:
             self._stepper = Stepper(self.network, self.prepared, *self._steps, device)
         return self._stepper
 
-    def split(self, batch: Any) -> tuple[Inputs, Any]:
-        """A batch on the device into inputs and labels."""
-        inputs, labels = self.splitter(batch)
+    def split(self, batch: Any, needs_labels: bool = True) -> tuple[Inputs, Any]:
+        """A batch on the device into inputs and labels; see `Splitter`."""
+        inputs, labels = self.splitter(batch, needs_labels)
         if not self._shapes_known:
             self.remember(inputs)
         return inputs, labels
@@ -94,13 +107,18 @@ class Engine:
                 if self._label_span is not None:
                     classes = outputs.shape[1 if outputs.dim() > 1 else 0]
                     checks.label_range(*self._label_span, classes)
-        return checks.explained(lambda: objective(outputs, labels), outputs, labels, objective.ignored_label)
+        loss = checks.explained(lambda: objective(outputs, labels), outputs, labels, objective.ignored_label)
+        return loss if loss.weight is not None else loss.value
 
     def look_at_labels(self, feeds: Iterable[Feed | None]) -> None:
         """Before a call: see in labels that lie in memory whether any is ignored, and how far they range."""
         objective = self.prepared.objective
         ignored = objective.ignored_label
         if ignored is None:
+            return
+        # An overridden step may leave out labels of its own choice.
+        if self.overrides_steps:
+            objective.counts = True
             return
         columns = [feed.labels() if self.splitter.is_default else None for feed in feeds if feed is not None]
         holes = any(column is None or bool((column == ignored).any()) for column in columns)
@@ -144,7 +162,7 @@ class Engine:
                 "run": group.run_name(),
                 "world_size": group.get_world_size(),
                 "threads": torch.get_num_threads(),
-                "cursor": None if self.cursor is None else self.cursor.state(),
+                "cursor": self.left if self.cursor is None else self.cursor.state(),
                 "form": None if self._stepper is None else self._stepper.form,
             },
             "callbacks": self.running[0].state_dict() if self.running else {},

@@ -38,7 +38,7 @@ class Run:
     """Who takes part in a call of fit, evaluate or predict."""
 
     model: Trainee
-    split: Callable[[Any], tuple[Inputs, Any]]
+    split: Callable[..., tuple[Inputs, Any]]
     stepper: Stepper
     metrics: list[Metric]
     callbacks: CallbackList
@@ -232,7 +232,7 @@ def predict(run: Run, feed: Feed, stack_outputs: bool) -> Any:
         for step, piece in enumerate(feed.pieces(0)):
             callbacks.call("on_predict_batch_begin", step)
             if piece.batch is not None:
-                inputs, _ = _evaluation_batch(run, feed, piece)
+                inputs, _ = _evaluation_batch(run, feed, piece, needs_labels=False)
                 outputs = map_tensors(torch.Tensor.cpu, stepper.predict(inputs))
                 parts.append((piece.position, piece.size, outputs))
             if callbacks.wants_batch_logs("predict", step):
@@ -244,12 +244,12 @@ def predict(run: Run, feed: Feed, stack_outputs: bool) -> Any:
     return gathered
 
 
-def _evaluation_batch(run: Run, feed: Feed, piece: Piece) -> tuple[Inputs, Any]:
+def _evaluation_batch(run: Run, feed: Feed, piece: Piece, needs_labels: bool = True) -> tuple[Inputs, Any]:
     # Keyed by the batch's number among all ranks' batches, which for data with an order does not depend on how many
     # ranks there are.
     position = piece.position if isinstance(piece.position, int) else int(piece.position[0])
     rng.set_streams(rng.mix(run.seed, rng.EVALUATE, position), run.stepper.device)
-    return run.split(feed.place(piece.batch))
+    return run.split(feed.place(piece.batch), needs_labels)
 
 
 def _refuse_empty(name: str, last_step: int) -> None:

@@ -37,12 +37,15 @@ class Model:
 
     Attributes:
         network: The network.
-        optimizer: The prepared optimizer, or None.
-        loss: The prepared loss, as it was given.
+        optimizer, loss: As they were prepared, or None.
         stop_training: Set it to True, on any rank, to end `fit` on all of them.
         epochs_trained: Epochs over all calls of `fit`.
         steps_trained: Steps (batches a rank) over all calls of `fit`.
     """
+
+    network = arguments.SetBy("Make another one: hapi.Model(network).")
+    optimizer = arguments.SetBy("Write model.prepare(optimizer, loss).")
+    loss = arguments.SetBy("Write model.prepare(optimizer, loss).")
 
     def __init__(
         self,
@@ -51,7 +54,7 @@ class Model:
         labels: int | Sequence[str] | None = None,
     ) -> None:
         arguments.check_model(network, self.train_step, self.eval_step)
-        self.network = network
+        vars(self)["network"] = network
         self.stop_training = False
         self.epochs_trained = 0
         self.steps_trained = 0
@@ -99,7 +102,7 @@ class Model:
         """
         arguments.check_prepare(loss, strategy, clip_grad_norm)
         objective = Objective(loss)
-        made = make_optimizer(optimizer, self.network)
+        made = make_optimizer(optimizer, self.network, objective.module)
         if made is not None:
             checks.optimizer_parameters(made, self.network, objective.module)
         prepared = Prepared(
@@ -114,7 +117,7 @@ class Model:
             ddp_options=checked_options(ddp_options),
         )
         # Not before all of it is checked.
-        self.optimizer, self.loss = made, loss
+        vars(self).update(optimizer=made, loss=loss)
         self._engine.prepare(prepared)
         return self
 
@@ -176,8 +179,7 @@ class Model:
         """
         options = arguments.FitOptions(
             batch_size, global_batch_size, epochs, eval_freq, log_freq, save_dir, save_freq, verbose, drop_last,
-            shuffle,
-            num_workers, accumulate_grad_batches, num_iters, resume, seed, nan_policy,
+            shuffle, num_workers, accumulate_grad_batches, num_iters, resume, seed, nan_policy,
         )  # fmt: skip
         return session.fit(self, train_data, eval_data, callbacks, options)
 
@@ -205,10 +207,8 @@ class Model:
         Returns:
             `loss` (the mean over samples; NaN where all labels are ignored) and the metrics, the same on every rank.
         """
-        options = session.PassOptions("eval_data", batch_size, log_freq, verbose, num_workers)
-        if num_iters is not None:
-            checks.positive_int("num_iters", num_iters, 100)
-        return session.evaluate(self, eval_data, callbacks, options, num_iters)
+        options = session.PassOptions("eval_data", batch_size, log_freq, verbose, num_workers, num_iters)
+        return session.evaluate(self, eval_data, callbacks, options)
 
     def predict(
         self,

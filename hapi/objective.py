@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hapi.batch import as_arguments
+from hapi.batch import as_arguments, is_counted
 
 # Functions that are one of the modules whose weights we know.
 _AS_MODULES: dict[Any, type[nn.Module]] = {
@@ -50,6 +49,12 @@ class Loss(NamedTuple):
     def __sub__(self, other: Any) -> Loss:
         return self.__add__(-1 * other)
 
+    def __rsub__(self, other: Any) -> Loss:
+        return self.__mul__(-1).__add__(other)
+
+    def __neg__(self) -> Loss:
+        return self.__mul__(-1)
+
     def __mul__(self, factor: Any) -> Loss:
         return Loss(self.value * factor, self.weight)
 
@@ -58,6 +63,30 @@ class Loss(NamedTuple):
 
     def __truediv__(self, divisor: Any) -> Loss:
         return Loss(self.value / divisor, self.weight)
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """The batch's own mean, which has lost its weight."""
+        return self.value if self.weight is None else self.value / self.weight
+
+    def detach(self) -> torch.Tensor:
+        """The batch's own mean, without a graph."""
+        return self.mean.detach()
+
+    def item(self) -> float:
+        """The batch's own mean as a number; waits for the device."""
+        return float(self.detach())
+
+    def __float__(self) -> float:
+        return self.item()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TypeError(
+            f"{getattr(function, '__name__', function)} received the loss of super().train_step, which knows over how "
+            "much it was summed (ignored labels, class weights): what is left of it would not. Add to it and scale it "
+            "by + - * /, or look at loss.mean, which is an ordinary tensor."
+        )
 
 
 class Objective:
@@ -80,9 +109,9 @@ class Objective:
             loss = _Sum(loss)
         _check_reduction(loss)
         self._loss = loss
-        self._summed = _summed_form(loss)
+        self._known = _known_form(loss)
         # Counting costs two small kernels a step; a pass over labels that hold no ignored one turns it off.
-        self.counts = self._summed is not None
+        self.counts = self._known is not None
 
     def to(self, device: torch.device) -> None:
         """Move what the loss holds, such as class weights, to a device."""
@@ -110,17 +139,17 @@ class Objective:
     @property
     def ignored_label(self) -> int | None:
         """The label that a classifying loss leaves out."""
-        return None if self._summed is None else int(self._summed.ignore_index)
+        return None if self._known is None else int(self._known.ignore_index)
 
     @property
     def weighs_classes(self) -> bool:
         """Whether samples of different classes weigh differently."""
-        return self._summed is not None and self._summed.weight is not None
+        return self._known is not None and self._known.weight is not None
 
     @property
     def classifies(self) -> bool:
         """Whether labels are class numbers, to be checked against the number of outputs."""
-        return self._summed is not None
+        return self._known is not None
 
     def pairs(self, outputs: Any, labels: Any) -> list[tuple[Any, Any, Any]]:
         """Each loss with the output and the label that it compares; empty where their numbers do not fit."""
@@ -138,8 +167,8 @@ class Objective:
         """
         if self._loss is None:
             return as_loss(_loss_of_outputs(outputs))
-        if self._summed is not None and self.counts:
-            return Loss(self._summed(outputs, labels), _weight(self._summed, outputs, labels))
+        if self._known is not None and self.counts:
+            return Loss(_sum_of(self._known, outputs, labels), _weight(self._known, outputs, labels))
         return as_loss(self._loss(*_spread(outputs), *as_arguments(labels)))
 
 
@@ -195,7 +224,9 @@ class _Sum:
 
     def __init__(self, losses: Sequence[Callable[..., Any]]) -> None:
         self.losses = losses
-        weighed = next((loss for loss in losses if getattr(_summed_form(loss), "weight", None) is not None), None)
+        self._known = [_known_form(loss) for loss in losses]
+        self._looks = True
+        weighed = next((loss for loss in losses if getattr(_known_form(loss), "weight", None) is not None), None)
         if weighed is not None:
             raise ValueError(
                 f"loss received a list with {weighed!r}, whose class weights make its batches weigh differently from "
@@ -209,6 +240,9 @@ class _Sum:
                 f"{count} losses were given for {len(values)} outputs and labels together, but each takes one output "
                 "and one label. Give one loss for each output, or one callable loss(*outputs, *labels)."
             )
+        for known, label in zip(self._known, values[count:], strict=True):
+            if known is not None and isinstance(label, torch.Tensor) and not label.is_floating_point():
+                self._refuse_ignored(known, label)
         parts = [as_loss(loss(values[i], values[count + i])) for i, loss in enumerate(self.losses)]
         if any(part.weight is not None for part in parts):
             raise ValueError(
@@ -216,6 +250,17 @@ class _Sum:
                 f"their sum is no mean. {_ONE_CALLABLE}"
             )
         return torch.stack([part.value for part in parts]).sum()
+
+    def _refuse_ignored(self, loss: Any, labels: torch.Tensor) -> None:
+        # On an accelerator a look at each batch would wait for it.
+        if not self._looks and labels.device.type != "cpu":
+            return
+        self._looks = False
+        if not bool(is_counted(labels, loss.ignore_index).all()):
+            raise ValueError(
+                f"{loss!r}, one of a list of losses, received labels {loss.ignore_index}, which it leaves out: its "
+                f"batches weigh differently from those of the others, so that their sum is no mean. {_ONE_CALLABLE}"
+            )
 
 
 def _check_reduction(loss: Any) -> None:
@@ -232,18 +277,29 @@ def _check_reduction(loss: Any) -> None:
         )
 
 
-def _summed_form(loss: Any) -> Any:
-    """A copy of a cross-entropy or NLL module that adds up; its mean divides by weights that a batch mean hides."""
+def _known_form(loss: Any) -> Any:
+    """A cross-entropy or NLL module, or None: the mean that it gives divides by weights which a batch mean hides.
+
+    Not a copy: what a callback changes on it, such as its label smoothing, holds from there on.
+    """
     function, options = (loss.func, loss.keywords) if isinstance(loss, partial) and not loss.args else (loss, {})
     # By identity: a loss need not have a hash.
     module = next((module for known, module in _AS_MODULES.items() if known is function), None)
     if module is not None:
         loss = module(**options)
-    if type(loss) in _AS_MODULES.values() and loss.reduction == "mean":
-        summed = copy.copy(loss)
-        summed.reduction = "sum"
-        return summed
-    return None
+    # A subclass that computes otherwise is somebody's own loss.
+    kept = any(isinstance(loss, kind) and type(loss).forward is kind.forward for kind in _AS_MODULES.values())
+    return loss if kept and loss.reduction == "mean" else None
+
+
+def _sum_of(loss: Any, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """What a loss of `_known_form` gives in place of the mean."""
+    loss.reduction = "sum"
+    try:
+        total: torch.Tensor = loss(outputs, labels)
+        return total
+    finally:
+        loss.reduction = "mean"
 
 
 def _weight(loss: Any, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -252,7 +308,7 @@ def _weight(loss: Any, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Ten
         # Class probabilities: every position counts once.
         classes = labels.shape[1 if labels.dim() > 1 else 0]
         return torch.tensor(float(labels.numel() // classes), device=labels.device)
-    counted = labels != loss.ignore_index
+    counted = is_counted(labels, loss.ignore_index)
     if loss.weight is None:
         weights: torch.Tensor = counted.float()
     else:

@@ -17,13 +17,14 @@ _BY_NAME: dict[str, Callable[..., torch.optim.Optimizer]] = {
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
-def make_optimizer(optimizer: Any, network: nn.Module) -> torch.optim.Optimizer | None:
+def make_optimizer(optimizer: Any, network: nn.Module, loss: nn.Module | None) -> torch.optim.Optimizer | None:
     """The optimizer that `prepare` was given, made if it is a name or a callable.
 
     Args:
         optimizer: None, an optimizer, "sgd", "adam" or "adamw" (learning rate 1e-3), or a callable that makes one
             from the parameters.
         network: Whose trainable parameters it gets.
+        loss: A loss with parameters of its own, which it gets too, or None.
 
     Raises:
         ValueError: The name is unknown, or nothing can be trained.
@@ -31,7 +32,9 @@ def make_optimizer(optimizer: Any, network: nn.Module) -> torch.optim.Optimizer 
     """
     if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
-    parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    modules = [network] if loss is None else [network, loss]
+    # One that both hold is one.
+    parameters = [*dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad)]
     if not parameters:
         raise ValueError(
             f"An optimizer was asked for ({optimizer!r:.100}), but {type(network).__name__} has no parameter that "

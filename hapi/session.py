@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hapi import arguments, files, loop, modes, report, rng, signals
+from hapi import arguments, checks, files, loop, modes, report, rng, signals
 from hapi.agreement import Agreement
 from hapi.arguments import FitOptions, check_reading
 from hapi.batch import floats_for
@@ -23,6 +23,7 @@ from hapi.data.make import DEFAULT_BATCH_SIZE, has_own_batches
 from hapi.distributed import group
 
 if TYPE_CHECKING:
+    from hapi.engine import Engine
     from hapi.model import Model
 
 
@@ -35,8 +36,11 @@ class PassOptions:
     log_freq: int
     verbose: int
     num_workers: int
+    num_iters: int | None = None
 
     def __post_init__(self) -> None:
+        if self.num_iters is not None:
+            positive_int("num_iters", self.num_iters, 100)
         positive_int("batch_size", self.batch_size, DEFAULT_BATCH_SIZE)
         positive_int("log_freq", self.log_freq, 10)
         check_reading(self.num_workers, self.verbose)
@@ -51,11 +55,7 @@ class PassOptions:
 def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: FitOptions) -> History:
     """Train; see `Model.fit`."""
     engine = model._engine
-    if engine.prepared.optimizer is None:
-        raise ValueError(
-            "fit was called without an optimizer, so nothing would move the weights. "
-            "Write model.prepare(torch.optim.Adam(model.parameters(), lr=1e-3), loss) before it."
-        )
+    _check_trainable(engine)
     # Only for a process that trains.
     from hapi import resuming
 
@@ -83,9 +83,21 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
     with _training(model, run, plan) as stopping:
         engine.look_at_labels([train, evaluation])
         loop.fit(run, plan, Agreement(model, options.nan_policy, stopping, run.callbacks.wants_save))
+    engine.end_fit()
     # Files that rank 0 wrote are there for every rank once fit has returned.
     group.barrier()
     return next(callback for callback in chosen if isinstance(callback, History))
+
+
+def _check_trainable(engine: Engine) -> None:
+    prepared = engine.prepared
+    if prepared.optimizer is None:
+        raise ValueError(
+            "fit was called without an optimizer, so nothing would move the weights. "
+            "Write model.prepare(torch.optim.Adam(model.parameters(), lr=1e-3), loss) before it."
+        )
+    # Again: a layer may have been exchanged since prepare.
+    checks.optimizer_parameters(prepared.optimizer, engine.network, prepared.objective.module)
 
 
 def _agreed_callbacks(model: Model, eval_data: Any, callbacks: Any, options: FitOptions) -> list[Callback]:
@@ -141,11 +153,11 @@ def _leaving_in_order() -> Iterator[None]:
 
 
 @group.naming_the_lost()
-def evaluate(model: Model, data: Any, callbacks: Any, options: PassOptions, num_iters: int | None) -> dict[str, float]:
+def evaluate(model: Model, data: Any, callbacks: Any, options: PassOptions) -> dict[str, float]:
     """Evaluate; see `Model.evaluate`."""
-    with _single_pass(model, "evaluate", data, callbacks, options, {"num_iters": num_iters}) as (run, feed):
+    with _single_pass(model, "evaluate", data, callbacks, options, {"num_iters": options.num_iters}) as (run, feed):
         model._engine.look_at_labels([feed])
-        values = loop.evaluate(run, feed, num_iters)
+        values = loop.evaluate(run, feed, options.num_iters)
     if not values:
         raise ValueError(
             "evaluate had nothing to compute: the model was prepared with neither a loss nor metrics, and its outputs "

@@ -102,6 +102,7 @@ class Stepper:
         self.exchange = GradientExchange(
             Replica(network, prepared.objective.module, self._compute), prepared.ddp_options
         )
+        self._held = self._count_held()
         # Walking the modules takes longer than clearing the gradients.
         self._parameters = list(self.exchange.replica.parameters())
         if prepared.scaler is None:
@@ -121,9 +122,18 @@ class Stepper:
             self._form = _Form(*form[:2])
         synced = any(isinstance(module, nn.SyncBatchNorm) for module in self.network.modules())
         self._meets_in_forward, self._without_samples = synced and self._world_size > 1, None
+        self._take_parameters()
+        self.clear()
+
+    def _take_parameters(self) -> None:
+        self._held = self._count_held()
         self.exchange.begin()
         self._parameters = list(self.exchange.replica.parameters())
-        self.clear()
+
+    def _count_held(self) -> int:
+        """How many parameters the optimizer holds."""
+        optimizer = self.prepared.optimizer
+        return 0 if optimizer is None else sum(len(held["params"]) for held in optimizer.param_groups)
 
     def begin_at(self, learning_rate: float) -> None:
         """Called where a run goes on within an epoch: the rate that its last step was taken with."""
@@ -154,6 +164,10 @@ class Stepper:
             Loss and outputs, or None for a rank without samples.
         """
         if not self.window_open:
+            if self._count_held() != self._held:
+                # A callback has added layers: they are exchanged and cleared with the others from here on.
+                self._take_parameters()
+                self.sync(parameters=True)
             self.exchange.begin_window()
         if self._meets_in_forward and self._without_samples is None:
             self._agree_on_empty_inputs(inputs)
@@ -332,7 +346,7 @@ class Stepper:
 
     def _as_loss(self, value: Any) -> Loss:
         loss = value if isinstance(value, Loss) else as_loss(value)
-        if not self._has_graph and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             checks.check_loss_has_graph(loss.value, self.network)
             self._has_graph = True
         return loss

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, cast
 
@@ -150,7 +150,15 @@ class _Order:
 def _length(loader: DataLoader[Any]) -> int | None:
     """How many batches a pass has, where that is known."""
     order: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    return len(order) if isinstance(order, Sized) else None
+    return _len(order)
+
+
+def _len(order: Any) -> int | None:
+    """How long a sampler says that it is; a batch sampler over one that does not know has a length that raises."""
+    try:
+        return len(order)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 class SharedLoaderFeed(Feed):
@@ -172,8 +180,8 @@ class SharedLoaderFeed(Feed):
         ahead = loader.num_workers * (loader.prefetch_factor or 0) + 2
         self._depth = int(group.reduce_max([float(ahead)])[0])
         self.global_batch = None if loader.batch_size is None else loader.batch_size * self._world_size
-        if type(loader.batch_sampler) is BatchSampler and not loader.drop_last and isinstance(loader.sampler, Sized):
-            self.samples = len(loader.sampler)
+        if type(loader.batch_sampler) is BatchSampler and not loader.drop_last:
+            self.samples = _len(loader.sampler)
         length = _length(loader)
         self.steps = None if length is None else -(-length // self._world_size)
         self.aligned, self.stride, self.unit = self._sizes_known, self._world_size, "batches"

@@ -123,7 +123,9 @@ def has_own_batches(data: Any) -> bool:
 def _can_be_compared(data: Any) -> bool:
     if isinstance(data, DataLoader):
         return not isinstance(data.dataset, IterableDataset) and not shards_itself(data)
-    return (is_columns(data) or _is_map_style(data)) and not declares_shards(data)
+    # An iterable data set inherits a __getitem__ that it does not have.
+    iterable = isinstance(data, IterableDataset)
+    return (is_columns(data) or _is_map_style(data)) and not iterable and not declares_shards(data)
 
 
 def _is_map_style(data: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from hapi.batch import is_array
+from hapi.batch import is_array, tensor_of
 from hapi.distributed import group
 
 
@@ -60,7 +60,8 @@ def _described(data: Any) -> list[Any]:
         indices = torch.as_tensor(data.indices, dtype=torch.int64)
         return [("Subset", len(indices), _checksum(indices)), *_described(data.dataset)]
     columns = _columns(data)
-    length = len(columns[0]) if columns else len(data)
+    # Whose sampler draws from elsewhere needs no length.
+    length = len(columns[0]) if columns else len(data) if hasattr(data, "__len__") else None
     return [(type(data).__name__, length, [(tuple(c.shape), str(c.dtype), _checksum(c)) for c in columns])]
 
 
@@ -68,7 +69,9 @@ def _columns(data: Any) -> list[torch.Tensor]:
     if isinstance(data, torch.Tensor) or is_array(data):
         data = (data,)
     parts = data.tensors if type(data) is TensorDataset else data.values() if isinstance(data, Mapping) else data
-    return [torch.as_tensor(part) for part in parts] if isinstance(parts, tuple) or isinstance(data, Mapping) else []
+    if not isinstance(parts, tuple) and not isinstance(data, Mapping):
+        return []
+    return [part if isinstance(part, torch.Tensor) else tensor_of(part, torch.float64) for part in parts]
 
 
 def _checksum(tensor: torch.Tensor) -> int:

@@ -70,7 +70,9 @@ class SubsetSource:
 
     def __init__(self, dataset: BatchSource, indices: Any) -> None:
         self.dataset = dataset
-        self.indices = torch.as_tensor(indices, dtype=torch.int64)
+        chosen = torch.as_tensor(indices, dtype=torch.int64)
+        # Counted from the end, as a data set of one's own may take them.
+        self.indices = torch.where(chosen < 0, chosen + len(dataset), chosen)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -125,9 +127,8 @@ def is_columns(data: Any) -> bool:
 def _as_stored(column: Any, floats: torch.dtype | None) -> torch.Tensor:
     if is_array(column):
         _refuse_objects(column)
-        # Reversed views, which torch does not take, are copied. Who wants doubles passes a tensor.
-        reversed_view = any(stride < 0 for stride in column.strides)
-        tensor = tensor_of(column.copy() if reversed_view else column, floats)
+        # Who wants doubles passes a tensor.
+        tensor = tensor_of(column, floats)
     else:
         tensor = column
     if tensor.dim() == 0:

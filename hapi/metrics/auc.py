@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hapi.batch import is_counted
 from hapi.metrics.base import Metric, as_exact
 from hapi.metrics.shapes import align, pair
 
@@ -51,7 +52,7 @@ class Auc(Metric):
             outputs = as_exact(outputs[:, 1]) - as_exact(outputs[:, 0])
         kinds = (labels > 0.5).to(torch.int8)
         if self.ignore_index is not None:
-            kinds = kinds.masked_fill(labels == self.ignore_index, -1)
+            kinds = kinds.masked_fill(~is_counted(labels, self.ignore_index), -1)
         self.scores.append(outputs.detach().flatten())
         self.kinds.append(kinds.flatten())
 

@@ -172,7 +172,7 @@ class Metric:
             default = self._defaults[name]
             assert isinstance(default, Tensor)
             return default.to(self._device)
-        if len(pieces) > 1:
+        if len(pieces) > 1 or pieces[0].ndim == 0:
             # Kept joined, so that asking again does not join everything again.
             pieces[:] = [torch.cat([piece.reshape(-1) if piece.ndim == 0 else piece for piece in pieces])]
         return pieces[0]

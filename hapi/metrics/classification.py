@@ -22,6 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hapi.batch import is_counted
 from hapi.metrics.base import Metric, as_exact
 from hapi.metrics.shapes import align, pair
 
@@ -65,7 +66,7 @@ class _Counting(Metric):
     def _valid(self, labels: Tensor) -> Tensor:
         if self.ignore_index is None:
             return torch.ones_like(labels, dtype=torch.bool)
-        return labels != self.ignore_index
+        return is_counted(labels, self.ignore_index)
 
     def _counted(self) -> Tensor:
         """(4,): the counts at the right threshold."""
@@ -127,7 +128,7 @@ class Accuracy(_Counting):
         outputs, labels = align(self, *pair(self, outputs, labels))
         self.seen += labels.numel()
         if self.ignore_index is not None:
-            self.ignored += labels.eq(self.ignore_index).sum()
+            self.ignored += (~is_counted(labels, self.ignore_index)).sum()
         if outputs.ndim > labels.ndim:
             self._count_classes(outputs, labels)
             return

@@ -140,9 +140,11 @@ class Tally:
     def _add_loss(self, loss: Tensor, weight: int | float | Tensor) -> None:
         self._has_loss = True
         if isinstance(weight, Tensor):
-            # The mean over nothing is NaN, and NaN times 0 would stay in the sum.
-            loss = loss.masked_fill(weight == 0, 0.0)
-            self._loss_sum.addcmul_(loss, weight)
+            # The mean over nothing is NaN, and NaN times 0 would stay in the sum. What is left where nothing counts
+            # (label smoothing of classes of weight 0) is the sum itself.
+            nothing = weight == 0
+            loss = loss.masked_fill(nothing & ~loss.isfinite(), 0.0)
+            self._loss_sum.addcmul_(loss, weight + nothing)
             if self._device_weight is None:
                 self._device_weight = torch.zeros_like(self._loss_sum)
             self._device_weight += weight
