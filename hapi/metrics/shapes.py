@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -42,6 +43,7 @@ def align(metric: Metric, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tens
         outputs = outputs.squeeze(1)
     elif outputs.ndim > 1 and outputs.is_floating_point():
         if labels.shape == outputs.shape:
+            _refuse_several(metric, labels)
             labels = labels.argmax(1)
         expected = outputs.shape[:1] + outputs.shape[2:]
         return outputs, _squeezed(metric, labels, expected, given)
@@ -54,6 +56,25 @@ def _squeezed(metric: Metric, labels: Tensor, shape: torch.Size, given: tuple[Te
     if labels.shape != shape:
         raise misfit(metric, *given)
     return labels
+
+
+# Each pass has a metric of its own.
+_looked: WeakSet[Metric] = WeakSet()
+
+
+def _refuse_several(metric: Metric, labels: Tensor) -> None:
+    """Raise if samples have several classes at once, or none. Values are read in the first batch of a pass only."""
+    if metric in _looked:
+        return
+    _looked.add(metric)
+    sums = labels.detach().double().sum(1)
+    if bool((sums - 1).abs().gt(1e-3).any()):
+        raise ValueError(
+            f"{type(metric).__name__} ({metric.name!r}) received labels of shape {tuple(labels.shape)} whose rows do "
+            "not add up to 1: several classes at once (multi-label), of which it would take the largest for the only "
+            "one. Use torchmetrics.classification's Multilabel metrics, or a function of outputs and labels that gives "
+            "a value for each sample: ((outputs > 0) == (labels > 0.5)).float().mean(1)."
+        )
 
 
 def misfit(metric: Metric, outputs: Tensor, labels: Tensor) -> ValueError:

@@ -1,0 +1,374 @@
+"""Legitimate uses that are not the usual ones: each gives plain torch's numbers, or says what to write instead."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, Subset, TensorDataset
+
+import hapi
+from hapi.callbacks import Callback
+from hapi.metrics import F1, Accuracy, Metric
+
+GENERATOR = torch.Generator().manual_seed(5)
+X = torch.randn(53, 6, generator=GENERATOR)
+Y = torch.randint(5, (53,), generator=GENERATOR)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5))
+
+
+def prepared(net: nn.Module | None = None, loss: Any = None, kind: Any = hapi.Model, **options: Any) -> hapi.Model:
+    net = net if net is not None else network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    return kind(net).prepare(optimizer, loss or nn.CrossEntropyLoss(), **options)
+
+
+def stepped(loss: Any, lr: float = 1.0) -> nn.Module:
+    """The network after one plain step."""
+    net = network()
+    loss(net).backward()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter -= lr * parameter.grad
+    return net
+
+
+def close(one: nn.Module, other: nn.Module) -> None:
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class Masked(hapi.Model):
+    """Leaves labels out by itself: in those of the data there are none to ignore."""
+
+    def train_step(self, inputs: Any, labels: Any) -> Any:
+        return super().train_step(inputs, torch.where(labels < 2, labels, -100))
+
+    eval_step = train_step
+
+
+def test_labels_that_a_step_masks_are_weighed() -> None:
+    x, y = X[:48], Y[:48]
+    masked = torch.where(y < 2, y, -100)
+    subject = prepared(kind=Masked)
+    subject.fit((x, y), batch_size=4, accumulate_grad_batches=12, shuffle=False, verbose=0)
+    close(subject.network, stepped(lambda net: cross_entropy(net(x), masked)))
+    values = [subject.evaluate((x, y), batch_size=size, verbose=0)["loss"] for size in (4, 7, 48)]
+    with torch.no_grad():
+        assert values == pytest.approx([float(cross_entropy(subject.network(x), masked))] * 3)
+
+
+class Grow(Callback):
+    """A layer more from the second epoch on."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            grow(self.model.network, self.model.optimizer)
+
+
+def grow(net: Any, optimizer: Any) -> None:
+    torch.manual_seed(7)
+    layer = nn.Linear(5, 5)
+    net.append(layer)
+    optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.1})
+
+
+def grown() -> nn.Module:
+    subject = prepared()
+    subject.fit((X, Y), batch_size=53, epochs=3, callbacks=Grow(), verbose=0)
+    return subject.network
+
+
+def test_layers_added_while_training_train_as_in_torch() -> None:
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    for epoch in range(3):
+        if epoch == 1:
+            grow(net, optimizer)
+        optimizer.zero_grad()
+        cross_entropy(net(X), Y).backward()
+        optimizer.step()
+    close(grown(), net)
+    by_hand = prepared()
+    for epoch in range(3):
+        if epoch == 1:
+            grow(by_hand.network, by_hand.optimizer)
+        by_hand.train_batch(X, Y)
+    close(by_hand.network, net)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "cure"),
+    [
+        ("network", nn.Linear(6, 5), r"hapi\.Model\(network\)"),
+        ("loss", nn.MSELoss(), r"model\.prepare\(optimizer, loss\)"),
+        ("optimizer", None, r"model\.prepare\(optimizer, loss\)"),
+    ],
+)
+def test_what_was_prepared_is_not_assigned(name: str, value: Any, cure: str) -> None:
+    subject = prepared()
+    with pytest.raises(AttributeError, match=rf"Model\.{name} was assigned.*{cure}"):
+        setattr(subject, name, value)
+
+
+def test_a_head_replaced_after_prepare_is_found() -> None:
+    subject = prepared()
+    subject.network[0] = nn.Linear(6, 5)
+    with pytest.raises(ValueError, match=r"2 parameters, of which 2 .* not of the network"):
+        subject.fit((X, Y), verbose=0)
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(outputs * self.scale, labels) + self.scale.square()
+
+
+@pytest.mark.parametrize("optimizer", ["adam", torch.optim.Adam, lambda parameters: torch.optim.SGD(parameters, 0.1)])
+def test_an_optimizer_made_here_trains_the_losss_parameters_too(optimizer: Any) -> None:
+    loss = Scaled()
+    hapi.Model(network()).prepare(optimizer, loss).fit((X, Y), verbose=0)
+    assert float(loss.scale.detach()) < 1.0
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x), self.layer(-x)
+
+
+def test_a_list_of_losses_refuses_labels_that_one_of_them_leaves_out() -> None:
+    net = Two()
+    losses = [nn.CrossEntropyLoss(), nn.CrossEntropyLoss()]
+    subject = hapi.Model(net, labels=2).prepare("sgd", losses)
+    expected = float(cross_entropy(net(X)[0], Y).detach() + cross_entropy(net(X)[1], Y.flip(0)).detach())
+    assert subject.evaluate((X, Y, Y.flip(0)), batch_size=7, verbose=0)["loss"] == pytest.approx(expected)
+    ignored = torch.where(torch.arange(53) == 50, -100, Y)
+    with pytest.raises(ValueError, match=r"labels -100, which it leaves out.*one callable"):
+        subject.evaluate((X, Y, ignored), batch_size=7, verbose=0)
+
+
+def test_a_loss_that_is_changed_after_prepare_is_obeyed() -> None:
+    labels = torch.where(torch.arange(53) % 4 == 0, -100, Y)
+    loss = nn.CrossEntropyLoss(label_smoothing=0.2)
+    subject = prepared(loss=loss)
+    loss.label_smoothing = 0.0
+    with torch.no_grad():
+        outputs = subject.network(X)
+        assert subject.evaluate((X, labels), batch_size=7, verbose=0)["loss"] == pytest.approx(
+            float(cross_entropy(outputs, labels))
+        )
+        loss.ignore_index = 1
+        expected = float(cross_entropy(outputs, Y, ignore_index=1))
+    assert subject.evaluate((X, Y), batch_size=7, verbose=0)["loss"] == pytest.approx(expected)
+    assert loss.reduction == "mean"
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 7, 53])
+def test_classes_of_weight_zero_keep_their_part_of_the_smoothing(batch_size: int) -> None:
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0]), label_smoothing=0.2)
+    subject = prepared(loss=loss)
+    with torch.no_grad():
+        expected = float(loss(subject.network(X), Y))
+    assert subject.evaluate((X, Y), batch_size=batch_size, verbose=0)["loss"] == pytest.approx(expected)
+
+
+def test_uint8_labels_hold_no_number_to_ignore() -> None:
+    """-100 would be class 156 to them."""
+    torch.manual_seed(0)
+    net = nn.Linear(6, 200)
+    labels = (torch.arange(53) % 3 + 155).to(torch.uint8)
+    subject = hapi.Model(net).prepare(loss=nn.CrossEntropyLoss(), metrics=Accuracy())
+    with torch.no_grad():
+        expected = float(cross_entropy(net(X), labels.long()))
+        right = float((net(X).argmax(1) == labels).double().mean())
+    assert subject.evaluate((X, labels), batch_size=7, verbose=0) == pytest.approx({"loss": expected, "acc": right})
+
+
+class Mine(nn.CrossEntropyLoss):
+    """Another name for the same."""
+
+
+def test_a_subclass_that_computes_the_same_is_weighed_the_same() -> None:
+    weight = torch.tensor([1.0, 5.0, 0.2, 1.0, 3.0])
+    subject = prepared(loss=Mine(weight=weight))
+    with torch.no_grad():
+        expected = float(cross_entropy(subject.network(X), Y, weight))
+    assert subject.evaluate((X, Y), batch_size=7, verbose=0)["loss"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("metric", [Accuracy(), F1(num_classes=5)])
+def test_several_classes_at_once_are_refused_by_metrics_of_one(metric: Any) -> None:
+    labels = (X[:, :5] > 0).float()
+    subject = prepared(loss=nn.BCEWithLogitsLoss(), metrics=metric)
+    with pytest.raises(ValueError, match=r"rows do not add up to 1: several classes at once.*Multilabel"):
+        subject.evaluate((X, labels), verbose=0)
+    one_hot = nn.functional.one_hot(Y, 5).float()
+    assert subject.evaluate((X, one_hot), verbose=0)[metric.name] >= 0
+
+
+class Forever(Sampler[int]):
+    """Has no length."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from range(53)
+
+
+def test_samplers_without_a_length() -> None:
+    data = TensorDataset(X, Y)
+    for loader in (
+        DataLoader(data, batch_size=4, sampler=Forever()),
+        DataLoader(data, batch_sampler=BatchSampler(Forever(), 4, drop_last=False)),
+    ):
+        subject = prepared()
+        subject.fit(loader, num_iters=20, verbose=0)
+        assert subject.steps_trained == 20
+
+
+def test_indices_that_count_from_the_end() -> None:
+    predicted = prepared().predict(Subset(TensorDataset(X, Y), [-1, 3, -2]), verbose=0)
+    assert torch.equal(predicted, prepared().predict(X[[52, 3, 51]], verbose=0))
+
+
+class Image(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, image: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
+        return self.layer(image if other is None else image + other)
+
+
+@pytest.mark.parametrize(
+    ("options", "data", "count"),
+    [
+        ({"labels": ["label"]}, {"image": X}, 1),
+        ({"inputs": ["image"], "labels": ["label"]}, {"image": X}, 1),
+        ({"inputs": 1, "labels": 1}, TensorDataset(X), 1),
+        ({"labels": 1}, (X,), 1),
+        ({"inputs": 2, "labels": 1}, (X, X), 2),
+        ({"inputs": 2, "labels": 1}, (X, X, Y), 2),
+    ],
+)
+def test_predict_needs_no_labels(options: Any, data: Any, count: int) -> None:
+    net = Image()
+    predicted = hapi.Model(net, **options).predict(data, verbose=0)
+    assert torch.equal(predicted, net(count * X).detach())
+    with pytest.raises((ValueError, TypeError)):
+        hapi.Model(net, labels=["label"]).prepare("sgd", nn.CrossEntropyLoss()).fit({"image": X}, verbose=0)
+
+
+class Rows(Dataset[Any]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return X[index], Y[index]
+
+
+class Copies(Callback):
+    """Keeps a copy of the whole model, in the middle of a fit with workers."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.kept = copy.deepcopy(self.model)
+
+
+def test_a_model_is_pickled_and_copied_without_its_data() -> None:
+    data = Rows()
+    subject = hapi.Model(network()).prepare("adam", nn.CrossEntropyLoss(), Accuracy())
+    copies = Copies()
+    subject.fit(DataLoader(data, batch_size=4, num_workers=1), epochs=2, callbacks=copies, verbose=0)
+    for other in (pickle.loads(pickle.dumps(subject)), copy.deepcopy(subject), copies.kept):
+        assert other._engine.cursor is None and other.epochs_trained >= 1
+        close(other.network, subject.network)
+        other.fit((X, Y), verbose=0)
+        assert other.network is not subject.network and other.epochs_trained >= 2
+    gone = weakref.ref(data)
+    del data, copies, other
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_super_gives_can_be_looked_at() -> None:
+    seen = []
+
+    class Looks(hapi.Model):
+        def train_step(self, inputs: Any, labels: Any) -> Any:
+            loss, outputs = super().train_step(inputs, labels)
+            seen.append((loss.item(), float(loss), float(loss.detach()), float(loss.mean.detach())))
+            return -(1 - loss) + 1, outputs
+
+    labels = torch.where(torch.arange(53) % 4 == 0, -100, Y)
+    subject = prepared(kind=Looks)
+    with torch.no_grad():
+        expected = float(cross_entropy(subject.network(X), labels))
+    subject.fit((X, labels), batch_size=53, verbose=0)
+    assert seen == [pytest.approx((expected,) * 4)]
+    close(subject.network, stepped(lambda net: cross_entropy(net(X), labels)))
+
+    class Stacks(hapi.Model):
+        def train_step(self, inputs: Any, labels: Any) -> Any:
+            loss, outputs = super().train_step(inputs, labels)
+            return torch.stack([loss, outputs.mean()]).sum(), outputs
+
+    with pytest.raises(TypeError, match=r"stack received the loss of super.*loss\.mean"):
+        prepared(kind=Stacks).fit((X, Y), verbose=0)
+
+
+def test_a_later_loss_without_a_graph_is_said() -> None:
+    class Skips(hapi.Model):
+        def train_step(self, inputs: Any, labels: Any) -> Any:
+            loss, outputs = super().train_step(inputs, labels)
+            return (torch.zeros(()) if self.steps_trained == 2 else loss), outputs
+
+    with pytest.raises(ValueError, match="does not depend on any parameter"):
+        prepared(kind=Skips).fit((X, Y), batch_size=10, verbose=0)
+
+
+class Maxima(Metric):
+    """Keeps a number of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__("maxima")
+        self.add_state("all", torch.empty(0), reduce="cat")
+
+    def update(self, outputs: Any, labels: Any) -> None:
+        self.all.append(outputs.max())
+
+    def result(self) -> torch.Tensor:
+        return self.concatenated("all").sum()
+
+
+@pytest.mark.parametrize("batch_size", [53, 20])
+def test_numbers_kept_in_a_state_that_is_joined(batch_size: int) -> None:
+    subject = prepared(metrics=Maxima())
+    expected = sum(float(part.max()) for part in subject.predict(X, verbose=0).split(batch_size))
+    assert subject.evaluate((X, Y), batch_size=batch_size, verbose=0)["maxima"] == pytest.approx(expected)
+
+
+def test_reversed_arrays() -> None:
+    x, y = X.numpy()[::-1], Y.numpy()[::-1]
+    assert np.array_equal(prepared().predict(x, verbose=0), prepared().predict(X.flip(0), verbose=0))
+    assert prepared().evaluate((x, y), verbose=0) == prepared().evaluate((X.flip(0), Y.flip(0)), verbose=0)
