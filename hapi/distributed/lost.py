@@ -22,14 +22,12 @@ class RankLostError(RuntimeError):
     """A rank cannot go on since others are gone, or have not come to the collective in time."""
 
 
-def leave_word(error: BaseException, store: Any, rank: int) -> bool:
-    """Before this rank ends or goes on without the others: tell them what has happened here.
-
-    Returns:
-        Whether it was told, so that `take_back` is needed should the process live on.
-    """
+def leave_word(error: BaseException, store: Any, rank: int) -> None:
+    """Before this rank ends or goes on without the others: tell them what has happened here."""
+    if isinstance(error, RankLostError):
+        return  # of a call within another, and no first cause
     text = f"{type(error).__name__}: {error}".partition("\n")[0][:_SHOWN]
-    return _try(lambda: store.set(_key("failed", rank), text)) is not _NOTHING
+    _try(lambda: store.set(_key("failed", rank), text))
 
 
 def take_back(store: Any, rank: int) -> None:
