@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
@@ -35,10 +34,9 @@ def watch() -> None:
             _failed = True
             _report(error.with_traceback(trace))
         before(kind, error, trace)
-        if is_rank:
-            _abort_others()
-            if isinstance(error, Exception):
-                _end_at_once()
+        if is_rank and isinstance(error, Exception):
+            # Not here: torch's own hook, around this one, has the text still to print.
+            atexit.register(_end_at_once)
 
     sys.excepthook = hook
 
@@ -49,21 +47,21 @@ def has_failed() -> bool:
 
 
 def _end_at_once() -> None:
-    """End as Python does, but for taking the interpreter down: that takes a second, in which sockets stay open.
+    """Called first of all that is registered: end as Python does, but for taking the interpreter down.
 
-    The others notice what has happened when they close.
+    That takes a second, in which sockets stay open; the others notice what has happened when they close.
     """
     if sys.flags.inspect or os.environ.get("PYTHONINSPECT"):
         return
+    atexit.unregister(_end_at_once)
     try:
-        # What Python does at its end, in its order: threads, and what was registered.
-        threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
     finally:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None and not stream.closed:
                 with contextlib.suppress(OSError):
                     stream.flush()
+        _abort_others()
         os._exit(1)
 
 
@@ -76,8 +74,6 @@ def _abort_others() -> None:
     if "HYDI_CONTROL_FD" not in os.environ or int(os.environ.get("PMI_SIZE", "1")) < 2:
         return
     # It ends this process too, at once, and what mpiexec has not read by then is lost.
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
     time.sleep(_UNTIL_IT_IS_READ)
     try:
         os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=1\n")

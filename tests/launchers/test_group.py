@@ -231,7 +231,7 @@ def test_processes_that_part(tmp_path: Path) -> None:
 
     code, out, err = finish(vain)
     assert (code, out) == (1, "thread\nregistered\n")
-    assert "Rank 1 of 2 (env, host" in err
+    assert "Traceback" in err and "Rank 1 of 2 (env, host" in err
     told = json.loads(error_file.read_text())["message"]
     assert told["message"].startswith("RuntimeError: Rank 1 of 2 (env, host")
     assert "in waits_in_vain" in told["extraInfo"]["py_callstack"]
