@@ -235,8 +235,19 @@ def check_model(network: Any, *steps: Callable[..., Any]) -> None:
     )
 
 
+# Lightning's names, which nothing here would call.
+_NEVER_CALLED = {"training_step": "train_step", "validation_step": "eval_step", "test_step": "eval_step"}
+
+
 def _check_steps(steps: Sequence[Callable[..., Any]]) -> None:
     for step in steps:
+        for name, ours in _NEVER_CALLED.items():
+            owner: Any = getattr(step, "__self__", None)
+            if hasattr(owner, name):
+                raise TypeError(
+                    f"{type(owner).__name__} has a method {name}, which is never called. Write "
+                    f"def {ours}(self, inputs, labels) and `return loss, outputs`."
+                )
         signature = inspect.signature(step)
         try:
             signature.bind(None, None)

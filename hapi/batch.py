@@ -233,11 +233,19 @@ class Splitter:
             raise ValueError(
                 f"A batch with the keys {keys} arrived; network.forward takes {self._names}"
                 + (f", and the keys {missing} are not in the batch. " if missing else ", none of which is a key. ")
-                + f"Name the keys: Model(network, inputs=[{keys[0]!r}], labels=[{keys[-1]!r}])."
+                + f"Name the keys: {self._suggested(batch)}."
             )
         taken_by_name = self._takes_any_name or all(key in self._names for key in inputs)
         values: Inputs = {key: batch[key] for key in inputs} if taken_by_name else tuple(batch[key] for key in inputs)
         return values, _unwrap_single(tuple(batch[key] for key in chosen))
+
+    def _suggested(self, batch: Mapping[str, Any]) -> str:
+        """What to write for the keys of a batch: those that `forward` names, and one that is no text as the label."""
+        keys = list(batch)
+        inputs = [key for key in keys if key in self._names] or keys[:1]
+        others = [key for key in keys if key not in inputs]
+        labels = [key for key in others if isinstance(batch[key], torch.Tensor) or is_array(batch[key])] or others
+        return f"Model(network, inputs={inputs!r}, labels={labels[-1:]!r})"
 
 
 def call_network(network: nn.Module, inputs: Inputs) -> Any:

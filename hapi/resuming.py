@@ -51,12 +51,14 @@ def _tell_of_others(options: FitOptions) -> None:
     """Say that a fresh start finds an earlier run's checkpoints, of which it replaces those of its own names alone."""
     if options.save_dir is None or not options.verbose or not group.speaks_for_all():
         return
-    names = [path.stem for path in Path(options.save_dir).glob("*.opt.pt")]
-    numbers = sorted(int(name) for name in (Path(name).stem for name in names) if name.isdecimal())
-    if numbers:
+    names = [path.name.removesuffix(".opt.pt") for path in Path(options.save_dir).glob("*.opt.pt")]
+    numbers = sorted(int(name) for name in names if name.isdecimal())
+    steps = sorted((name for name in names if name.startswith("step_")), key=lambda name: (len(name), name))
+    kept = ([f"{numbers[0]} to {numbers[-1]}"] if numbers else []) + steps[-1:]
+    if kept:
         say(
-            f"hapi: {options.save_dir} holds checkpoints of an earlier run, {numbers[0]} to {numbers[-1]}; resume=True "
-            "would go on from it, now those of equal names are replaced and the others stay"
+            f"hapi: {options.save_dir} holds checkpoints of an earlier run, {', '.join(kept)}; resume=True would go on "
+            "from it, now those of equal names are replaced and the others stay"
         )
 
 

@@ -113,7 +113,15 @@ def make_schedule(scheduler: Any, interval: str | None, optimizer: torch.optim.O
             "Write prepare(optimizer, loss, scheduler=...)."
         )
     if isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step")):
-        scheduler = scheduler(optimizer)
+        try:
+            scheduler = scheduler(optimizer)
+        except TypeError as error:
+            if not isinstance(scheduler, type):
+                raise
+            raise TypeError(
+                f"scheduler received the class {scheduler.__name__}, which cannot be made from the optimizer alone "
+                f"({error}). Write scheduler=lambda optimizer: {scheduler.__name__}(optimizer, ...)."
+            ) from error
     return Schedule(scheduler, interval, optimizer)
 
 

@@ -581,6 +581,41 @@ def test_an_overridden_step_of_other_arguments(kind: Any, shown: str) -> None:
         kind(nn.Linear(4, 3))
 
 
+@pytest.mark.parametrize(("name", "ours"), [("training_step", "train_step"), ("validation_step", "eval_step")])
+def test_steps_of_lightning_would_never_be_called(name: str, ours: str) -> None:
+    kind = type("Mine", (hapi.Model,), {name: lambda self, batch, batch_idx: None})
+    with pytest.raises(TypeError, match=rf"Mine has a method {name}, which is never called.*def {ours}\(self, inputs"):
+        kind(nn.Linear(4, 3))
+
+
+def test_hooks_of_keras_and_lightning_are_translated() -> None:
+    kind = type("Mine", (Callback,), {"on_train_epoch_end": lambda self, epoch: None})
+    with pytest.raises(TypeError, match="no hook and would never be called.*on_epoch_end is meant"):
+        model().fit((X, Y), callbacks=kind(), verbose=0)
+
+
+def test_a_scheduler_class_that_needs_more() -> None:
+    with pytest.raises(TypeError, match=r"class StepLR.*step_size.*lambda optimizer: StepLR\(optimizer, \.\.\.\)"):
+        model(scheduler=torch.optim.lr_scheduler.StepLR)
+
+
+def test_keys_are_suggested_that_fit_the_network() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return self.layer(a + b)
+
+    net = Two()
+    subject = hapi.Model(net, labels=["target"]).prepare("sgd", nn.CrossEntropyLoss())
+    batch = {"a": X, "b": X, "y": Y, "id": ["text"] * 10}
+    with pytest.raises(ValueError, match=r"Model\(network, inputs=\['a', 'b'\], labels=\['y'\]\)"):
+        subject.fit([batch], verbose=0)
+    hapi.Model(net, inputs=["a", "b"], labels=["y"]).prepare("sgd", nn.CrossEntropyLoss()).fit([batch], verbose=0)
+
+
 def test_batchnorm_on_a_last_batch_of_one_sample() -> None:
     network = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     with pytest.raises(ValueError, match=r"BatchNorm received 1 sample.*drop_last=True"):

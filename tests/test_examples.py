@@ -91,12 +91,20 @@ def test_the_header_says_what_to_expect(name: str) -> None:
         assert word in header, f"{word!r} is missing"
 
 
-def test_the_readmes_code_runs_as_it_stands(tmp_path: Path) -> None:
+def readme(folder: Path) -> str:
+    """The README's code, one block after the other, in a file."""
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
     assert len(blocks) == 4
-    (tmp_path / "readme.py").write_text("\n".join(blocks), encoding="utf-8")
-    output = run("readme.py", cwd=tmp_path)
+    (folder / "readme.py").write_text("\n".join(blocks), encoding="utf-8")
+    return "readme.py"
+
+
+def test_the_readmes_code_runs_as_it_stands(tmp_path: Path) -> None:
+    output = run(readme(tmp_path), cwd=tmp_path)
     assert "after epoch 3: " in output and "'top3': " in output and "hapi: resuming from checkpoints/" in output
     assert {"history.png", "mnist.pt2", "checkpoints"} <= files(tmp_path)
-    launched = run(*TORCHRUN, "readme.py", cwd=tmp_path)
-    assert launched.count("'top3': ") == 2
+
+
+@pytest.mark.slow
+def test_the_readmes_code_runs_on_two_processes(tmp_path: Path) -> None:
+    assert run(*TORCHRUN, readme(tmp_path), cwd=tmp_path).count("'top3': ") == 2

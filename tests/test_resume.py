@@ -1,6 +1,7 @@
 """A run that was ended between two epochs and resumed ends with the bits of one that was not."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -118,6 +119,25 @@ def test_a_later_run_in_the_same_folder_is_the_newest_whatever_its_length(tmp_pa
     last, _ = resume_runs.trained(tmp_path / "other", 1)
     last.fit((x, y), epochs=2, save_dir=tmp_path, resume=True, verbose=0)
     assert all(map(torch.equal, again.network.state_dict().values(), last.network.state_dict().values()))
+
+
+def test_a_stopped_run_says_where_it_goes_on(tmp_path, capsys):
+    class Told(hapi.callbacks.Callback):
+        def on_train_batch_end(self, step, logs=None):
+            if step == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    model, _ = resume_runs.trained(tmp_path / "other", 1)
+    before = model.steps_trained
+    x, y = torch.randn(8, 6), torch.randint(3, (8,))
+    with pytest.raises(SystemExit):
+        model.fit((x, y), batch_size=2, epochs=2, save_dir=tmp_path / "cut", verbose=2, callbacks=Told())
+    step = f"step_{before + 2}"
+    assert f"stopped after step {before + 2}; fit(..., resume=True) goes on from {tmp_path / 'cut' / step}\n" in (
+        capsys.readouterr().out
+    )
+    model.fit((x, y), batch_size=2, save_dir=tmp_path / "cut", verbose=2)
+    assert f"holds checkpoints of an earlier run, {step}; resume=True" in capsys.readouterr().out
 
 
 def test_a_restart_goes_on_from_its_own_run_alone(tmp_path, monkeypatch):

@@ -88,7 +88,9 @@ MADE: dict[str, Callable[[list[int]], Any]] = {
 # Its own, of torch's.
 @pytest.mark.filterwarnings("ignore:.*set_vital")
 @pytest.mark.parametrize("stop", [4, 15])
-@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if "worker" in kind else kind for kind in MADE]
+)
 def test_it_goes_on_where_it_was(kind: str, stop: int, tmp_path: Path) -> None:
     loaded: list[int] = []
     straight, history = trained(MADE[kind], [], tmp_path / "straight")

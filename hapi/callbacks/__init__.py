@@ -39,7 +39,7 @@ _ON_DEMAND = {
 
 
 # Names that scripts come with from Paddle and Keras, and what takes their place.
-_ELSEWHERE = {"VisualDL": "TensorBoard", "WandbCallback": "CSVLogger", "LearningRateScheduler": "LRScheduler"}
+_ELSEWHERE = {"VisualDL": "TensorBoard", "LearningRateScheduler": "LRScheduler"}
 
 
 def __dir__() -> list[str]:

@@ -334,6 +334,22 @@ def _check(callback: Any) -> None:
         )
 
 
+# Keras' and Lightning's names.
+_HOOKS_ELSEWHERE = {
+    "on_batch_begin": "on_train_batch_begin",
+    "on_batch_end": "on_train_batch_end",
+    "on_train_batch_start": "on_train_batch_begin",
+    "on_train_epoch_start": "on_epoch_begin",
+    "on_train_epoch_end": "on_epoch_end",
+    "on_fit_start": "on_train_begin",
+    "on_train_start": "on_train_begin",
+    "on_fit_end": "on_train_end",
+    "on_test_end": "on_eval_end",
+    "on_validation_end": "on_eval_end",
+    "on_validation_epoch_end": "on_eval_end",
+}
+
+
 def _check_hooks(callback: Callback) -> None:
     """A hook that is misspelled would never be called, one with other parameters would fail after an epoch."""
     known = [name for name in dir(Callback) if name.startswith("on_")]
@@ -342,7 +358,7 @@ def _check_hooks(callback: Callback) -> None:
         if not callable(hook):
             continue
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = [_HOOKS_ELSEWHERE[name]] if name in _HOOKS_ELSEWHERE else difflib.get_close_matches(name, known, n=1)
             raise TypeError(
                 f"{type(callback).__name__} has a method {name}, which is no hook and would never be called. "
                 f"Hooks are {', '.join(known)}" + (f"; {near[0]} is meant?" if near else ".")

@@ -139,6 +139,11 @@ class ModelCheckpoint(Saver):
             self._save_periodic(f"step_{steps}")
         if stopping:
             self._finish()
+            name = f"step_{steps}" if self._saved_at == steps else "the newest checkpoint"
+            folder = self.save_dir if self.save_dir is not None else self.params["save_dir"]
+            note(
+                1, self.params, f"hapi: stopped after step {steps}; fit(..., resume=True) goes on from {folder}/{name}"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The best value, and which files are its own."""

@@ -65,8 +65,13 @@ def note_down(kind: str, folder: str) -> None:
     ("kind", "wanted", "of_last"),
     [
         ("a rank fails", "rank 2 failed first, of KeyError: 'no sample", "KeyError"),
-        ("a rank fails in train_batch", "rank 2 failed first, of RuntimeError: mat1 and mat2", "RuntimeError"),
-        ("a rank is late", "rank 2 left no word", "RankLostError"),
+        pytest.param(
+            "a rank fails in train_batch",
+            "rank 2 failed first, of RuntimeError: mat1 and mat2",
+            "RuntimeError",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("a rank is late", "rank 2 left no word", "RankLostError", marks=pytest.mark.slow),
         ("rank 0 alone", "ranks 1, 2 left no word", "NoneType"),
     ],
 )
