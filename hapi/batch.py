@@ -35,7 +35,7 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any, floats: torch.dty
         data, sizes, *order = value
         return value.__class__(fn(data), sizes, *(None if part is None else fn(part) for part in order))
     if isinstance(value, Mapping):
-        return _rebuilt_mapping(value, {key: map_tensors(fn, item, floats) for key, item in value.items()})
+        return rebuilt_mapping(value, {key: map_tensors(fn, item, floats) for key, item in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return value.__class__(*(map_tensors(fn, item, floats) for item in value))
     if isinstance(value, tuple | list):
@@ -341,7 +341,8 @@ def _unwrap_single(values: Any) -> Any:
     return None if _is_several(values) and not values else values
 
 
-def _rebuilt_mapping(original: Any, items: dict[Any, Any]) -> Any:
+def rebuilt_mapping(original: Any, items: dict[Any, Any]) -> Any:
+    """A mapping of the original's type with these values; a plain dict where that type cannot be written to."""
     if type(original) is dict:
         return items
     try:

@@ -168,7 +168,7 @@ class Objective:
         if self._loss is None:
             return as_loss(_loss_of_outputs(outputs))
         if self._known is not None and self.counts:
-            return Loss(_sum_of(self._known, outputs, labels), _weight(self._known, outputs, labels))
+            return Loss(_sum_of(self._known, outputs, labels), _weight(self._known, labels))
         return as_loss(self._loss(*_spread(outputs), *as_arguments(labels)))
 
 
@@ -302,7 +302,7 @@ def _sum_of(loss: Any, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Ten
         loss.reduction = "mean"
 
 
-def _weight(loss: Any, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def _weight(loss: Any, labels: torch.Tensor) -> torch.Tensor:
     """What torch divides by in the mean of this loss."""
     if labels.is_floating_point():
         # Class probabilities: every position counts once.

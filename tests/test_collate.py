@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,6 +66,7 @@ DATA: dict[str, Callable[[], Any]] = {
     "a data set": lambda: Made(row),
     "named tuples": lambda: Made(lambda i: Pair(X[i], Y[i])),
     "dicts": lambda: Made(lambda i: {"input": X[i], "label": Y[i]}),
+    "read-only mappings": lambda: Made(lambda i: MappingProxyType({"input": X[i], "label": Y[i]})),
     "dataclasses": lambda: Made(lambda i: Record(X[i], Y[i])),
     "an iterable": Stream,
     "a loader": lambda: DataLoader(Made(row), batch_size=8),

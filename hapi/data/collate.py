@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from hapi.batch import is_record, leaves, rebuilt_record
+from hapi.batch import is_record, leaves, rebuilt_mapping, rebuilt_record
 
 
 class Collate:
@@ -46,10 +46,7 @@ class Collate:
             asked = isinstance(sample, torch.Tensor) or batch.dtype != torch.float64
             return batch if asked else batch.to(self._floats)
         if isinstance(batch, Mapping):
-            for key in batch:
-                # default_collate has made the mapping.
-                batch[key] = self._cast(batch[key], sample[key])  # type: ignore[index]
-            return batch
+            return rebuilt_mapping(batch, {key: self._cast(part, sample[key]) for key, part in batch.items()})
         if isinstance(batch, tuple | list) and not isinstance(sample, str | bytes):
             parts = [self._cast(part, item) for part, item in zip(batch, sample, strict=True)]
             return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
