@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -27,13 +28,15 @@ def leave_word(error: BaseException, store: Any, rank: int) -> None:
     if isinstance(error, RankLostError):
         return  # of a call within another, and no first cause
     text = f"{type(error).__name__}: {error}".partition("\n")[0][:_SHOWN]
-    _try(lambda: store.set(_key("failed", rank), text))
+    with contextlib.suppress(RuntimeError):
+        store.set(_key("failed", rank), text)
 
 
 def take_back(store: Any, rank: int) -> None:
     """The script has caught the error, and makes another call."""
-    for kind in ("failed", "waits"):
-        _try(lambda kind=kind: store.delete_key(_key(kind, rank)))
+    with contextlib.suppress(RuntimeError):
+        for kind in ("failed", "waits"):
+            store.delete_key(_key(kind, rank))
 
 
 def explained(
@@ -51,7 +54,8 @@ def explained(
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, RankLostError) or not isinstance(error, RuntimeError) or not _OF_PEERS.search(text):
         return None
-    _try(lambda: store.set(_key("waits", rank), "1"))
+    with contextlib.suppress(RuntimeError):
+        store.set(_key("waits", rank), "1")
     words, silent, reachable = _words(store, rank, world_size)
     if words:
         found = "; ".join(f"rank {other} failed first, of {word}" for other, word in words.items())
@@ -73,31 +77,19 @@ def explained(
 
 def _words(store: Any, rank: int, world_size: int) -> tuple[dict[int, str], list[int], bool]:
     """What failed ranks have said, who has said nothing, and whether the store still answers."""
-    others = [other for other in range(world_size) if other != rank]
+    silent = [other for other in range(world_size) if other != rank]
     deadline = time.monotonic() + _PATIENCE
     words: dict[int, str] = {}
-    silent = others
-    while silent and not words and time.monotonic() < deadline:
-        for other in others:
-            failed = _try(lambda other=other: store.check([_key("failed", other)]))
-            if failed is _NOTHING:
-                return words, silent, False
-            if failed:
-                words[other] = store.get(_key("failed", other)).decode()
-        silent = [other for other in silent if other not in words and not store.check([_key("waits", other)])]
-        time.sleep(_PAUSE)
-    return words, silent, True
-
-
-_NOTHING = object()
-
-
-def _try(ask: Any) -> Any:
-    """The store's answer; `_NOTHING` where it has ended with its process."""
     try:
-        return ask()
+        while silent and not words and time.monotonic() < deadline:
+            failed = [other for other in silent if store.check([_key("failed", other)])]
+            words = {other: store.get(_key("failed", other)).decode() for other in failed}
+            silent = [o for o in silent if o not in words and not store.check([_key("waits", o)])]
+            time.sleep(_PAUSE)
     except RuntimeError:
-        return _NOTHING
+        # It has ended with its process.
+        return words, silent, False
+    return words, silent, True
 
 
 def _key(kind: str, rank: int) -> str:
