@@ -104,6 +104,10 @@ class ImageDataset(Dataset[tuple[Any, int]]):
         images, targets = batch
         return self._pipeline(images), targets
 
+    def set_epoch(self, epoch: int) -> None:
+        """Called before each epoch: a transform that was changed in place is looked at anew."""
+        self._recognise()
+
     def __len__(self) -> int:
         return len(self.data)
 

@@ -147,7 +147,6 @@ def nonfinite(epoch: int, step: int) -> RuntimeError:
     where = f"epoch {epoch + 1}, step {step + 1}"
     return RuntimeError(
         f"The loss became infinite or NaN in {where}: the weights are spoilt from there on, and nothing of them was "
-        "saved. "
-        "Lower the learning rate, set prepare(clip_grad_norm=1.0), check the data for NaN, or, with fp16, try "
+        "saved. Lower the learning rate, set prepare(clip_grad_norm=1.0), check the data for NaN, or, with fp16, try "
         'amp_configs="bf16". fit(nan_policy="ignore") trains on regardless.'
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hapi.checks import positive_int
+from hapi.checks import positive_int, whole_number
 from hapi.distributed import group
 
 _STRATEGIES = ("auto", "ddp")
@@ -73,7 +74,7 @@ class FitOptions:
             self.batch_size = [positive_int("batch_size", size, 32) for size in self.batch_size]
         elif self.batch_size is not None:
             self.batch_size = positive_int("batch_size", self.batch_size, 32)
-        check_reading(self.num_workers, self.verbose)
+        self.num_workers = check_reading(self.num_workers, self.verbose)
         self._check_switches()
         self._check_names()
 
@@ -97,10 +98,8 @@ class FitOptions:
 
     def _check_switches(self) -> None:
         for name in ("shuffle", "drop_last"):
-            if getattr(self, name) not in (None, True, False):
-                raise TypeError(
-                    f"{name} received {getattr(self, name)!r}, which is neither True nor False. Write {name}=True."
-                )
+            if getattr(self, name) is not None:
+                check_switch(name, getattr(self, name))
         if self.save_dir is not None and (not isinstance(self.save_dir, str | PathLike) or not str(self.save_dir)):
             raise TypeError(
                 f"save_dir received {self.save_dir!r}, which names no folder. "
@@ -120,8 +119,10 @@ class FitOptions:
             )
         if self.nan_policy not in _NAN_POLICIES:
             raise ValueError(f'nan_policy received {self.nan_policy!r}, which is unknown. Write "stop" or "ignore".')
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
+        number = whole_number(self.seed)
+        if self.seed is not None and number is None:
             raise TypeError(f"seed received {self.seed!r}, which is not a whole number. Write seed=0, or leave it out.")
+        self.seed = number
         if self.resume is not None and not isinstance(self.resume, bool | str | PathLike):
             raise TypeError(
                 f"resume received {self.resume!r}, of type {type(self.resume).__name__}, which names no checkpoint. "
@@ -141,6 +142,7 @@ def alike(prepared: Any) -> dict[str, Any]:
     return {
         # By class: a name may well be the rank's own.
         "metrics": [type(metric).__name__ for metric in prepared.metrics],
+        "loss": prepared.objective.described(),
         "optimizer": None if optimizer is None else type(optimizer).__name__,
         "scheduler": None if schedule is None else type(schedule.scheduler).__name__,
         "optimizer.param_groups": [
@@ -157,7 +159,7 @@ def _is_setting(value: Any) -> bool:
     return isinstance(value, bool | int | float | str) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
-def same_on_all_ranks(call: str, values: Mapping[str, Any]) -> None:
+def same_call(call: str, values: Mapping[str, Any]) -> None:
     """Called first in each call of fit, evaluate and predict, on every rank: all make the same call.
 
     Args:
@@ -190,24 +192,29 @@ def same_on_all_ranks(call: str, values: Mapping[str, Any]) -> None:
                 )
 
 
-def check_reading(num_workers: Any, verbose: Any) -> None:
+def check_reading(num_workers: Any, verbose: Any) -> int | None:
     """The arguments that fit, evaluate and predict share.
+
+    Returns:
+        num_workers as an int.
 
     Raises:
         TypeError: num_workers is no whole number.
         ValueError: One of them is out of range.
     """
-    if num_workers is not None and (isinstance(num_workers, bool) or not isinstance(num_workers, int)):
+    number = None if num_workers is None else whole_number(num_workers)
+    if number is None and num_workers is not None:
         raise TypeError(
             f"num_workers received {num_workers!r}, which is not a whole number. Write num_workers=2, or 0."
         )
-    if num_workers is not None and num_workers < 0:
+    if number is not None and number < 0:
         raise ValueError(f"num_workers received {num_workers}, but it counts processes. Write num_workers=2, or 0.")
     if verbose not in (0, 1, 2):
         raise ValueError(
             f"verbose received {verbose!r}, which is no way of reporting. "
             "Write 0 (silent), 1 (a bar) or 2 (a line every log_freq steps)."
         )
+    return number
 
 
 def check_model(network: Any, *steps: Callable[..., Any]) -> None:
@@ -240,14 +247,14 @@ _NEVER_CALLED = {"training_step": "train_step", "validation_step": "eval_step", 
 
 
 def _check_steps(steps: Sequence[Callable[..., Any]]) -> None:
+    owner: Any = getattr(steps[0], "__self__", None)
+    for name, ours in _NEVER_CALLED.items():
+        if hasattr(owner, name):
+            raise TypeError(
+                f"{type(owner).__name__} has a method {name}, which is never called. Write "
+                f"def {ours}(self, inputs, labels) and `return loss, outputs`."
+            )
     for step in steps:
-        for name, ours in _NEVER_CALLED.items():
-            owner: Any = getattr(step, "__self__", None)
-            if hasattr(owner, name):
-                raise TypeError(
-                    f"{type(owner).__name__} has a method {name}, which is never called. Write "
-                    f"def {ours}(self, inputs, labels) and `return loss, outputs`."
-                )
         signature = inspect.signature(step)
         try:
             signature.bind(None, None)
@@ -262,13 +269,26 @@ def _check_steps(steps: Sequence[Callable[..., Any]]) -> None:
             )
 
 
-def check_prepare(loss: Any, strategy: Any, clip_grad_norm: Any) -> None:
+def check_switch(name: str, value: Any) -> None:
+    """An argument that is True or False.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    # 0 and 1, and NumPy's, are as good.
+    if value not in (True, False):
+        raise TypeError(f"{name} received {value!r:.60}, which is neither True nor False. Write {name}=True.")
+
+
+def check_prepare(loss: Any, strategy: Any, clip_grad_norm: Any, **switches: Any) -> None:
     """The arguments of prepare that no other part checks.
 
     Raises:
-        TypeError: The loss is nothing that can be called, or the norm is no number.
+        TypeError: The loss is nothing that can be called, the norm is no number, or a switch neither on nor off.
         ValueError: The strategy is unknown, or the norm is not above zero.
     """
+    for name, value in switches.items():
+        check_switch(name, value)
     parts = loss if isinstance(loss, list | tuple) else [loss]
     if not parts:
         raise ValueError(
@@ -288,12 +308,12 @@ def check_prepare(loss: Any, strategy: Any, clip_grad_norm: Any) -> None:
             )
     if strategy not in _STRATEGIES:
         raise ValueError(f'strategy received {strategy!r}, which is unknown. Write "auto" or "ddp".')
-    if clip_grad_norm is not None and (isinstance(clip_grad_norm, bool) or not isinstance(clip_grad_norm, int | float)):
+    if clip_grad_norm is not None and (isinstance(clip_grad_norm, bool) or not isinstance(clip_grad_norm, Real)):
         raise TypeError(
             f"clip_grad_norm received {clip_grad_norm!r}, of type {type(clip_grad_norm).__name__}, which is no number. "
             "Write clip_grad_norm=1.0."
         )
-    if clip_grad_norm is not None and not clip_grad_norm > 0:
+    if clip_grad_norm is not None and not float(clip_grad_norm) > 0:
         raise ValueError(
             f"clip_grad_norm received {clip_grad_norm!r}, but a norm to clip at is above 0. Write clip_grad_norm=1.0."
         )

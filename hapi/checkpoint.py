@@ -269,6 +269,15 @@ def read_training(path: str | Path, identity: str | None) -> dict[str, Any] | No
     return content
 
 
+def warn_of_weights_alone(path: str | Path) -> None:
+    """Say that a save's other file is not there: the optimizer would start anew without a word."""
+    warnings.warn(
+        f"{weights_path(path)} was saved together with {training_path(path).name}, which is not there: the weights "
+        "alone are loaded, and the optimizer starts anew. Copy both files, or write load(..., reset_optimizer=True).",
+        stacklevel=5,  # the script's own line, past what is around Model.load
+    )
+
+
 def newest(folder: str | Path, network: nn.Module, run: str | None = None) -> tuple[str | None, list[str]]:
     """The newest whole checkpoint of a folder that fits a network: of the run begun last, the furthest of its steps.
 

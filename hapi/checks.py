@@ -109,21 +109,63 @@ def own_backward(parameters: Iterable[nn.Parameter]) -> None:
         raise ValueError(_BACKWARD)
 
 
-def why_step_failed(error: Exception, size: int, overridden: bool) -> Exception | None:
-    """What the failure of a training step means in words of the data or of the overridden step, if it is known."""
+def loss_and_outputs(returned: Any) -> tuple[Any, Any]:
+    """What a `train_step` or `eval_step` returned, as a loss, of any form, and outputs.
+
+    Raises:
+        ValueError: It is no such pair.
+    """
+    if isinstance(returned, tuple | list) and len(returned) == 2:
+        value, outputs = returned
+        a_number = isinstance(outputs, int | float) or (isinstance(outputs, torch.Tensor) and not outputs.dim())
+        # A network may compute its loss itself, and have no other outputs.
+        if not a_number or outputs is value:
+            return value, outputs
+        found = "a pair whose second part is one number"
+    else:
+        found = f"{type(returned).__name__}, not a pair"
+    raise ValueError(
+        f"The step returned {found}, so there are no outputs for the metrics. Write `return loss, outputs`; a loss "
+        "that knows its own weight is a pair in it: `return (sum, count), outputs`."
+    )
+
+
+def why_step_failed(error: Exception, network: nn.Module, size: int, overridden: bool) -> Exception | None:
+    """What the failure of a step means in words of the data or of the overridden step, if it is known.
+
+    Args:
+        error: What was raised.
+        network: The model's.
+        size: Samples in the batch.
+        overridden: Whether the step is the user's own.
+    """
     text = str(error)
     if "Expected more than 1 value per channel" in text:
         return ValueError(
-            f"BatchNorm received {size} sample in training, of which it can take no variance: the last batch of an "
-            "epoch is short. Write fit(..., drop_last=True), drop_last=True in a DataLoader, or another batch_size."
+            f"BatchNorm received {size} sample in training, of which it can take no variance. If the last batch of an "
+            "epoch is that short, write fit(..., drop_last=True), or drop_last=True in a DataLoader; else a batch_size "
+            "of 2 or more per process."
         )
     if overridden and "has no attribute 'backward'" in text:
         return ValueError(_BACKWARD)
     if overridden and "tuple" in text and isinstance(error, TypeError | AttributeError):
-        return TypeError(
-            f"train_step failed ({text}). Its inputs are a tuple, or a dict for dict batches, also where there is "
-            "one. Write outputs = self.network(*inputs), or x, = inputs."
-        )
+        given = _given_to(network, error)
+        if given is None or (len(given) == 1 and isinstance(given[0], tuple)):
+            return TypeError(
+                f"The overridden step failed ({text}). Its inputs are a tuple, or a dict for dict batches, also where "
+                "there is one. Write outputs = self.network(*inputs), or x, = inputs."
+            )
+    return None
+
+
+def _given_to(network: nn.Module, error: Exception) -> tuple[Any, ...] | None:
+    """The arguments of the network's call within which an error was raised; None: it was raised outside."""
+    trace = error.__traceback__
+    while trace is not None:
+        seen = trace.tb_frame.f_locals
+        if trace.tb_frame.f_code is nn.Module._call_impl.__code__ and seen.get("self") is network:
+            return tuple(seen.get("args", ()))
+        trace = trace.tb_next
     return None
 
 

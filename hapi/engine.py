@@ -15,7 +15,7 @@ from hapi.callbacks.base import CallbackList
 from hapi.cursor import Cursor
 from hapi.data import Feed
 from hapi.distributed import group
-from hapi.step import Prepared, StepFunction, Stepper
+from hapi.step import Prepared, StepFunction, Stepper, is_overridden
 
 
 class Engine:
@@ -44,10 +44,10 @@ class Engine:
         self.left: dict[str, Any] | None = None
         """The cursor's state at the end of the last fit; the data itself is let go."""
         self._steps = (train_step, eval_step)
-        self.overrides_steps = any(step.__module__ != "hapi.model" for step in self._steps)
+        self._overrides_steps = any(map(is_overridden, self._steps))
         self._stepper: Stepper | None = None
         self._label_span: tuple[int, int] | None = None
-        self._first_batch_seen = False
+        self._seen: set[bool] = set()
         self._shapes_known = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -92,14 +92,15 @@ class Engine:
         return example
 
     def loss_of(self, outputs: Any, labels: Any) -> Any:
-        """The prepared loss, with the first batch of a call looked at more closely.
+        """The prepared loss, with the first batch of a call, of training and of evaluation, looked at more closely.
 
         Raises:
             ValueError: The labels do not fit the loss.
         """
         objective = self.prepared.objective
-        if not self._first_batch_seen:
-            self._first_batch_seen = True
+        training = torch.is_grad_enabled()
+        if training not in self._seen:
+            self._seen.add(training)
             for loss, output, label in objective.pairs(outputs, labels):
                 checks.element_labels(loss, output, label)
             if objective.classifies:
@@ -117,7 +118,7 @@ class Engine:
         if ignored is None:
             return
         # An overridden step may leave out labels of its own choice.
-        if self.overrides_steps:
+        if self._overrides_steps:
             objective.counts = True
             return
         columns = [feed.labels() if self.splitter.is_default else None for feed in feeds if feed is not None]
@@ -134,8 +135,8 @@ class Engine:
 
         What was found out about the labels holds for this call's data alone.
         """
-        outer = self._first_batch_seen, self._label_span, self.prepared.objective.counts
-        self._first_batch_seen, self._shapes_known, self._label_span = False, False, None
+        outer = self._seen, self._label_span, self.prepared.objective.counts
+        self._seen, self._shapes_known, self._label_span = set(), False, None
         self.running.append(callbacks)
         try:
             yield
@@ -144,7 +145,7 @@ class Engine:
             raise
         finally:
             self.running.pop()
-            self._first_batch_seen, self._label_span, self.prepared.objective.counts = outer
+            self._seen, self._label_span, self.prepared.objective.counts = outer
 
     def training_state(self, counters: dict[str, int]) -> dict[str, Any]:
         """What goes into `path.opt.pt`: one entry for each of `checkpoint.TRAINING_STATES`."""

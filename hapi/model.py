@@ -18,7 +18,7 @@ from hapi.metrics.adapters import as_metrics
 from hapi.objective import Objective, holds_loss
 from hapi.optimizers import make_optimizer
 from hapi.precision import Precision
-from hapi.scheduling import check_interval, make_schedule
+from hapi.scheduling import make_schedule, set_interval
 from hapi.step import Prepared
 
 
@@ -100,7 +100,7 @@ class Model:
             ValueError: A name is unknown, or the optimizer is of another network.
             TypeError: An argument cannot serve.
         """
-        arguments.check_prepare(loss, strategy, clip_grad_norm)
+        arguments.check_prepare(loss, strategy, clip_grad_norm, compile=compile, sync_batchnorm=sync_batchnorm)
         objective = Objective(loss)
         made = make_optimizer(optimizer, self.network, objective.module)
         if made is not None:
@@ -148,7 +148,8 @@ class Model:
 
         Args:
             train_data: A data set, a DataLoader, tensors or arrays such as `(x, y)`, or a list of batches.
-            eval_data: The same, evaluated every `eval_freq` epochs and after the last.
+            eval_data: The same, evaluated every `eval_freq` epochs and after the last; not anew where a callback ends
+                the run once an epoch is over.
             batch_size: Samples per process and step (32), or `[train, eval]`. Not with a DataLoader.
             epochs: So many more epochs; numbering and shuffle order go on where an earlier call ended.
             eval_freq: In epochs.
@@ -260,6 +261,7 @@ class Model:
         """The network's outputs for one batch, on the CPU. Inputs as in `train_batch`."""
         return single.predict_batch(self._engine, inputs)
 
+    @group.naming_the_lost()
     def save(self, path: str | Path, training: bool = True) -> None:
         """Save to `path.pt` (the network's plain state dict) and `path.opt.pt` (what training needs to go on).
 
@@ -299,6 +301,7 @@ class Model:
         """
         self._load(path, skip_mismatch, reset_optimizer)
 
+    @group.naming_the_lost()
     def _load(self, path: str | Path, skip_mismatch: bool = False, reset_optimizer: bool = False) -> Any:
         """Load, and return the training state that was restored; None if there was none."""
         # What rank 0 saved before this call is on the disk once it arrives here.
@@ -307,6 +310,8 @@ class Model:
         training = None
         if self.optimizer is not None and not reset_optimizer and weights.identity is not None:
             training = checkpoint.read_training(path, weights.identity)
+            if training is None:
+                checkpoint.warn_of_weights_alone(path)
         skipped = checkpoint.differences(weights, self.network, skip_mismatch)
         if training is not None and not skipped:
             # First what may still be refused, so that an error leaves the network as it was.
@@ -360,7 +365,9 @@ class Model:
             labels: None, one, or a tuple of several.
 
         Returns:
-            The loss (a mean over the samples, or `(sum, count)`) and the outputs that metrics get.
+            The loss (a mean over the samples, or `(sum, count)`) and the outputs that metrics get. What
+            `super().train_step` gives as loss may be added to and scaled; it is a tensor, or a `Loss` that knows its
+            weight, whose `mean` is one.
         """
         outputs = call_network(self.network, inputs)
         return self._engine.loss_of(outputs, labels), outputs
@@ -390,11 +397,4 @@ class Model:
 
     @scheduler_interval.setter
     def scheduler_interval(self, interval: str) -> None:
-        schedule = self._engine.prepared.schedule
-        if schedule is None:
-            raise ValueError(
-                f"scheduler_interval was set to {interval!r}, but no scheduler was prepared whose steps it could "
-                "count. Write model.prepare(optimizer, loss, scheduler=...)."
-            )
-        check_interval(interval)
-        schedule.interval = interval
+        set_interval(self._engine.prepared.schedule, interval)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,11 +21,13 @@ _AS_MODULES: dict[Any, type[nn.Module]] = {
 _ONE_CALLABLE = "Give one callable instead: loss=lambda out_a, out_b, label_a, label_b: ..., a mean or (sum, count)."
 
 
-class Loss(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loss:
     """A batch's loss in one of two forms.
 
     An overridden `train_step` gets it from `super().train_step(...)`. Adding to it and scaling it mean what they do to
-    a mean: `loss + 0.01 * penalty`.
+    a mean: `loss + 0.01 * penalty`. Two that were summed over equally much add up too, as of two calls of
+    `super().train_step`; whether they were is read from both, which waits for an accelerator.
     """
 
     value: torch.Tensor
@@ -34,14 +36,20 @@ class Loss(NamedTuple):
     """What the loss was summed over (tokens, weights of classes), a 0-dim tensor."""
 
     def __add__(self, other: Any) -> Loss:
-        if isinstance(other, Loss):
-            if other.weight is not None:
-                raise ValueError(
-                    "Two losses that both know their own weight (class weights, ignored labels) were added, but their "
-                    f"batches weigh differently, so that their sum is no mean. {_ONE_CALLABLE}"
-                )
-            other = other.value
-        return Loss(self.value + (other if self.weight is None else other * self.weight), self.weight)
+        if not isinstance(other, Loss):
+            return Loss(self.value + (other if self.weight is None else other * self.weight), self.weight)
+        if other.weight is None:
+            return self + other.value
+        if self.weight is None:
+            return other + self.value
+        if float(self.weight) != float(other.weight):
+            raise ValueError(
+                f"A loss that was summed over {float(self.weight):g} and one that was summed over "
+                f"{float(other.weight):g} (labels that are not ignored, or their class weights) were added, but each "
+                "weighs its batch differently, so that their sum is no mean. Write first + second.mean, which weighs "
+                "the batch as the first does."
+            )
+        return Loss(self.value + other.value, self.weight)
 
     def __radd__(self, other: Any) -> Loss:
         return self.__add__(other)
@@ -56,13 +64,13 @@ class Loss(NamedTuple):
         return self.__mul__(-1)
 
     def __mul__(self, factor: Any) -> Loss:
-        return Loss(self.value * factor, self.weight)
+        return Loss(self.value * _factor(factor), self.weight)
 
     def __rmul__(self, factor: Any) -> Loss:
         return self.__mul__(factor)
 
     def __truediv__(self, divisor: Any) -> Loss:
-        return Loss(self.value / divisor, self.weight)
+        return Loss(self.value / _factor(divisor), self.weight)
 
     @property
     def mean(self) -> torch.Tensor:
@@ -87,6 +95,17 @@ class Loss(NamedTuple):
             "much it was summed (ignored labels, class weights): what is left of it would not. Add to it and scale it "
             "by + - * /, or look at loss.mean, which is an ordinary tensor."
         )
+
+
+def _factor(factor: Any) -> Any:
+    """What a loss may be scaled by."""
+    if isinstance(factor, Loss):
+        raise TypeError(
+            "The loss of super().train_step was multiplied with, or divided by, another one: of how much it was summed "
+            "over (ignored labels, class weights) the result would say nothing. Scale it by a number or an ordinary "
+            "tensor, such as loss * other.mean."
+        )
+    return factor
 
 
 class Objective:
@@ -130,6 +149,11 @@ class Objective:
             for name, parameter in self.module.named_parameters():
                 if name in learned and learned[name].shape == parameter.shape:
                     parameter.copy_(learned[name])
+
+    def described(self) -> str:
+        """What the loss computes, to be compared between ranks: its name, and the settings of torch's losses."""
+        losses = self._loss.losses if isinstance(self._loss, _Sum) else [self._loss]
+        return " + ".join(map(_described, losses))
 
     @property
     def missing(self) -> bool:
@@ -178,6 +202,9 @@ def as_loss(value: Any) -> Loss:
     Raises:
         ValueError: It is neither a scalar nor `(sum, count)`.
     """
+    if isinstance(value, Loss):
+        # A penalty that was added to it may have given it a shape.
+        return value if value.value.dim() == 0 else Loss(as_loss(value.value).value, value.weight)
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return Loss(value if value.dim() == 0 else value.reshape(()), None)
     if isinstance(value, tuple | list) and len(value) == 2:
@@ -265,16 +292,30 @@ class _Sum:
 
 def _check_reduction(loss: Any) -> None:
     """Refuse a loss of torch's that gives no mean: a sum would be taken for one, and weigh batches by their size."""
-    known = isinstance(loss, nn.Module) and type(loss).__module__.startswith("torch.nn.")
+    function = loss.func if isinstance(loss, partial) else type(loss)
+    if not str(getattr(function, "__module__", "")).startswith("torch.nn."):
+        return  # somebody's own, which knows what it means by the word
     given = loss.keywords.get("reduction") if isinstance(loss, partial) else getattr(loss, "reduction", None)
-    if given in ("sum", "none") and (known or isinstance(loss, partial)):
-        name = type(loss).__name__ if known else getattr(loss.func, "__name__", "the function")
+    if given in ("sum", "none"):
+        name = getattr(function, "__name__", "the function")
         what = "the sum over the batch" if given == "sum" else "a value for each sample"
         raise ValueError(
             f"loss received {name} with reduction={given!r}, which gives {what}, where a mean over the samples is "
             'needed: batches differ in size. Write reduction="mean"; for a mean over something else, a function that '
             "returns (sum, count)."
         )
+
+
+def _described(loss: Any) -> str:
+    if isinstance(loss, partial):
+        options = loss.keywords
+    else:
+        # Of somebody's own class, an attribute may well be the rank's.
+        options = vars(loss) if type(loss).__module__.startswith("torch.nn.") else {}
+    function = loss.func if isinstance(loss, partial) else loss
+    name = getattr(function, "__qualname__", type(function).__name__)
+    plain = [f"{k}={v!r}" for k, v in sorted(options.items()) if isinstance(v, bool | int | float | str)]
+    return f"{name}({', '.join(part for part in plain if not part.startswith(('_', 'training=')))})"
 
 
 def _known_form(loss: Any) -> Any:

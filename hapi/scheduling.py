@@ -88,8 +88,22 @@ class Schedule:
         return isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau)
 
 
-def check_interval(interval: Any) -> None:
-    """Raises ValueError unless it is "step" or "epoch"."""
+def set_interval(schedule: Schedule | None, interval: Any) -> None:
+    """Set what a schedule counts.
+
+    Raises:
+        ValueError: There is no schedule, or the interval is unknown.
+    """
+    if schedule is None:
+        raise ValueError(
+            f"scheduler_interval was set to {interval!r}, but no scheduler was prepared whose steps it could "
+            "count. Write model.prepare(optimizer, loss, scheduler=...)."
+        )
+    _check_interval(interval)
+    schedule.interval = interval
+
+
+def _check_interval(interval: Any) -> None:
     if interval not in ("step", "epoch"):
         raise ValueError(
             f'scheduler_interval received {interval!r}, which is no unit of training. Write "step" or "epoch".'
@@ -104,7 +118,7 @@ def make_schedule(scheduler: Any, interval: str | None, optimizer: torch.optim.O
         TypeError: It is no scheduler.
     """
     if interval is not None:
-        check_interval(interval)
+        _check_interval(interval)
     if scheduler is None:
         return None
     if optimizer is None:

@@ -48,7 +48,7 @@ class PassOptions:
     def request(self, data_decides: bool, floats: torch.dtype) -> Request:
         """How to read the data; where it has batches of its own, defaults are no wishes."""
         batch_size = None if data_decides and self.batch_size == DEFAULT_BATCH_SIZE else self.batch_size
-        return Request(self.name, batch_size, num_workers=self.num_workers or None, lockstep=False, floats=floats)
+        return Request(self.name, batch_size, num_workers=int(self.num_workers) or None, lockstep=False, floats=floats)
 
 
 @group.naming_the_lost()
@@ -108,7 +108,7 @@ def _agreed_callbacks(model: Model, eval_data: Any, callbacks: Any, options: Fit
     )  # fmt: skip
     evaluated = None if eval_data is None else "given"
     more = {"eval_data": evaluated, "callbacks": callbacks_alike(chosen)}
-    arguments.same_on_all_ranks("fit", options.alike() | more | arguments.alike(model._engine.prepared))
+    arguments.same_call("fit", options.alike() | more | arguments.alike(model._engine.prepared))
     return chosen
 
 
@@ -127,7 +127,11 @@ def _training(model: Model, run: loop.Run, plan: loop.FitPlan) -> Iterator[signa
         rng.isolated(run.stepper.device),
         modes.training(model.network),
     ):
-        yield stopping
+        try:
+            yield stopping
+        finally:
+            # The gradients of a window that an error has cut off belong to no later call.
+            run.stepper.clear()
 
 
 @contextmanager
@@ -180,8 +184,8 @@ def _single_pass(
 ) -> Iterator[tuple[loop.Run, Feed]]:
     engine = model._engine
     stepper = engine.ready()
-    metrics = arguments.alike(engine.prepared)["metrics"]
-    arguments.same_on_all_ranks(call, {"batch_size": options.batch_size, **more, "metrics": metrics})
+    prepared = {name: arguments.alike(engine.prepared)[name] for name in ("loss", "metrics")}
+    arguments.same_call(call, {"batch_size": options.batch_size, **more, **prepared})
     feed = make_feed(data, options.request(has_own_batches(data), floats_for(model.network)), stepper.device)
     params = {
         "steps": feed.steps, "samples": feed.samples, "verbose": options.verbose, "log_freq": options.log_freq,
@@ -227,8 +231,7 @@ def _requests(
     if paired and (train_decides or (eval_data is not None and eval_decides)):
         raise ValueError(
             f"batch_size={options.batch_size!r} has a size for each of train_data and eval_data, but one of them comes "
-            "in "
-            "batches of its own. Write one number, which the other follows."
+            "in batches of its own. Write one number, which the other follows."
         )
     if train_decides and not eval_decides:
         for_train = {}

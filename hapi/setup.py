@@ -46,8 +46,7 @@ def _refuse_lazy(network: nn.Module) -> None:
     if lazy and group.get_world_size() > 1:
         raise ValueError(
             f"The parameters {', '.join(lazy)} have no shape yet, and {group.get_world_size()} processes would each "
-            "make "
-            "their own. Run one batch through the network before Model gets it: network(x[:2])."
+            "make their own. Run one batch through the network before Model gets it: network(x[:2])."
         )
 
 

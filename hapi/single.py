@@ -30,6 +30,9 @@ def train_batch(engine: Engine, inputs: Any, labels: Any, update: bool) -> dict[
     _refuse_no_samples("train_batch", size)
     # What other ranks, or further calls without an update, bring is not known: their weights travel with the gradients.
     alone = group.get_world_size() == 1 and update and not stepper.window_open
+    if not stepper.window_open:
+        # A loop of the user's own may have left gradients there.
+        stepper.clear()
     stepper.forget_form()
     with modes.training(engine.network):
         given = placed if size else None
@@ -39,6 +42,7 @@ def train_batch(engine: Engine, inputs: Any, labels: Any, update: bool) -> dict[
     return _values(engine, stepper, outcome, placed_labels)
 
 
+@group.naming_the_lost()
 def eval_batch(engine: Engine, inputs: Any, labels: Any) -> dict[str, float]:
     """See `Model.eval_batch`."""
     stepper = engine.ready()
@@ -49,6 +53,7 @@ def eval_batch(engine: Engine, inputs: Any, labels: Any) -> dict[str, float]:
     return _values(engine, stepper, outcome, placed_labels)
 
 
+@group.naming_the_lost()
 def predict_batch(engine: Engine, inputs: Any) -> Any:
     """See `Model.predict_batch`."""
     stepper = engine.ready()

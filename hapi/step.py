@@ -28,6 +28,11 @@ StepFunction = Callable[[Any, Any], tuple[Any, Any]]
 """`train_step` or `eval_step`: (inputs, labels) -> (loss, outputs)."""
 
 
+def is_overridden(step: StepFunction) -> bool:
+    """Whether a step is the user's own, in place of `Model`'s."""
+    return getattr(step, "__module__", None) != "hapi.model"
+
+
 class _Form(NamedTuple):
     """How the losses of a fit weigh, agreed by all ranks."""
 
@@ -89,7 +94,7 @@ class Stepper:
         self.device = device
         self._train_step = train_step
         self._eval_step = eval_step
-        self._overrides_step = getattr(train_step, "__module__", None) != "hapi.model"
+        self._overrides_step = is_overridden(train_step)
         self._world_size = group.get_world_size()
         self._has_graph = False
         self._last_rate: float | torch.Tensor = 0.0
@@ -281,7 +286,7 @@ class Stepper:
     def evaluate(self, inputs: Inputs, labels: Any, size: int) -> Outcome:
         """Loss and outputs of one batch, on the bare network: no wrapper, no collective."""
         with self.prepared.precision.autocast(self.device):
-            value, outputs = _pair(self._eval_step(inputs, labels), "eval_step")
+            value, outputs = checks.loss_and_outputs(self._explained(self._eval_step, inputs, labels, size))
             if value is None:
                 return Outcome(None, size, outputs)
             loss = self._as_loss(value)
@@ -316,7 +321,10 @@ class Stepper:
         with self.prepared.precision.autocast(self.device):
             if size == 0 and self._meets_in_forward:
                 return _zero_of(call_network(self.network, inputs))
-            value, outputs = _pair(self._explained_step(inputs, labels, size), "train_step")
+            returned = self._explained(self._train_step, inputs, labels, size)
+            if self._overrides_step and not self._has_graph and not self.window_open:
+                checks.own_backward(self._parameters)
+            value, outputs = checks.loss_and_outputs(returned)
             loss = self._as_loss(value)
         outcome = _outcome(loss, size, outputs)
         # Alone and with nothing to wait for, a batch's own mean is the window's.
@@ -329,23 +337,20 @@ class Stepper:
         probe = self._probe()
         return loss.value, probe * loss.weight.detach().to(probe), outcome
 
-    def _explained_step(self, inputs: Inputs, labels: Any, size: int) -> Any:
+    def _explained(self, step: StepFunction, inputs: Inputs, labels: Any, size: int) -> Any:
         try:
-            result = self._train_step(inputs, labels)
+            return step(inputs, labels)
         except (TypeError, ValueError, AttributeError) as error:
-            cause = checks.why_step_failed(error, size, self._overrides_step)
+            cause = checks.why_step_failed(error, self.network, size, is_overridden(step))
             if cause is not None:
                 raise cause from error
             raise
-        if self._overrides_step and not self._has_graph and not self.window_open:
-            checks.own_backward(self._parameters)
-        return result
 
     def _probe(self) -> torch.Tensor:
         return self.exchange.replica.probe
 
     def _as_loss(self, value: Any) -> Loss:
-        loss = value if isinstance(value, Loss) else as_loss(value)
+        loss = as_loss(value)
         if torch.is_grad_enabled():
             checks.check_loss_has_graph(loss.value, self.network)
             self._has_graph = True
@@ -360,16 +365,6 @@ class Stepper:
         for parameter in self._parameters:
             if parameter.grad is not None and parameter is not probe:
                 parameter.grad.div_(weight.to(parameter.grad.device))
-
-
-def _pair(returned: Any, method: str) -> tuple[Any, Any]:
-    if isinstance(returned, tuple | list) and len(returned) == 2:
-        return returned[0], returned[1]
-    raise ValueError(
-        f"{method} returned {type(returned).__name__}, not a pair, so there are no outputs for the metrics. "
-        "Write `return loss, outputs`; a loss that knows its own weight is a pair in it: `return (sum, count), "
-        "outputs`."
-    )
 
 
 def _rate(optimizer: torch.optim.Optimizer) -> float | torch.Tensor:

@@ -214,7 +214,9 @@ def test_weights_without_their_training_state(tmp_path: Path) -> None:
     fit(subject)
     subject.save(tmp_path / "net")
     (tmp_path / "net.opt.pt").unlink()
-    other.load(tmp_path / "net")
+    with pytest.warns(UserWarning, match=r"net\.pt was saved together with net\.opt\.pt.*reset_optimizer=True") as said:
+        other.load(tmp_path / "net")
+    assert said[0].filename == __file__
     assert same_weights(other.network, subject.network)
     assert not other.optimizer.state
 

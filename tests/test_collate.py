@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 import hapi
+from hapi.data.collate import Collate
 
 X = np.linspace(-1, 1, 24).reshape(8, 3)
 Y = np.linspace(0, 1, 8)[:, None]
@@ -71,6 +72,7 @@ DATA: dict[str, Callable[[], Any]] = {
     "an iterable": Stream,
     "a loader": lambda: DataLoader(Made(row), batch_size=8),
     "a loader of an iterable": lambda: DataLoader(Stream(), batch_size=8),
+    "a loader of batches": lambda: DataLoader([(X, Y)], batch_size=None),
     "a loader with workers": lambda: DataLoader(Made(row), batch_size=8, num_workers=1),
     "batches": lambda: [(X, Y)],
     "batches as dicts": lambda: [{"input": X, "label": Y}],
@@ -90,6 +92,25 @@ def test_float64_that_numpy_makes_unasked_takes_the_networks_dtype_from_any_data
     with torch.no_grad():
         expected = float(nn.functional.mse_loss(plain.network(x), y))
     assert subject.evaluate(DATA[kind](), verbose=0)["loss"] == expected
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda r: (r, 1), lambda r: {"r": [r], "n": 1.5}, lambda r: Pair(r, "text"), lambda r: Record({"r": r}, 1)]
+)
+def test_dataclasses_within_other_containers(wrap: Callable[[Any], Any]) -> None:
+    """As torch collates the container, with the record's fields stacked."""
+    rows = [Record(X[i], float(Y[i, 0])) for i in range(8)]
+    batch = Collate(torch.float32)([wrap(row) for row in rows])
+    if isinstance(batch, Record):
+        assert batch.label.tolist() == [1] * 8
+        batch = (batch.input["r"],)
+    else:
+        plain = default_collate([wrap({"input": row.input, "label": row.label}) for row in rows])
+        assert type(batch) is type(plain)
+    record = batch["r"][0] if isinstance(batch, dict) else batch[0]
+    assert type(record) is Record and record.label.dtype == torch.float32
+    assert torch.equal(record.input, torch.tensor(X, dtype=torch.float32))
+    assert record.label.tolist() == pytest.approx(Y[:, 0].tolist())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

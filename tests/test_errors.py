@@ -434,6 +434,14 @@ class OwnSum(nn.MSELoss):
 
 
 def test_a_reduction_of_ones_own_is_left_alone() -> None:
+    def own(outputs: Any, labels: Any, reduction: str) -> Any:
+        assert reduction == "sum"
+        return nn.functional.cross_entropy(outputs, labels, reduction=reduction), len(labels)
+
+    network = nn.Linear(4, 3)
+    losses = (partial(own, reduction="sum"), nn.CrossEntropyLoss())
+    first, second = (model(loss, network).evaluate((X, Y), verbose=0)["loss"] for loss in losses)
+    assert first == pytest.approx(second)
     summed = regression(OwnSum(reduction="sum")).eval_batch(X, torch.zeros(10, 1))
     assert summed["loss"] > 0
 
@@ -621,6 +629,43 @@ def test_batchnorm_on_a_last_batch_of_one_sample() -> None:
     with pytest.raises(ValueError, match=r"BatchNorm received 1 sample.*drop_last=True"):
         model(network=network).fit((X, Y), batch_size=3, verbose=0)
     assert model(network=network).fit((X, Y), batch_size=3, drop_last=True, verbose=0).history["loss"][0] > 0
+    with pytest.raises(ValueError, match=r"BatchNorm received 1 sample.*else a batch_size of 2 or more"):
+        model(network=network).fit((X, Y), batch_size=1, verbose=0)
+
+
+class OwnTuple(nn.Module):
+    """Fails of a tuple that it makes itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x, x).flatten(1)  # type: ignore[attr-defined]
+
+
+def test_a_tuple_of_the_networks_own_is_not_taken_for_the_inputs() -> None:
+    class Own(hapi.Model):
+        def train_step(self, inputs: Any, labels: Any) -> Any:
+            return super().train_step(inputs, labels)
+
+    with pytest.raises(AttributeError, match=r"^'tuple' object has no attribute 'flatten'$"):
+        Own(OwnTuple()).prepare(None, nn.CrossEntropyLoss())._engine.ready().backward((X,), Y, 4, 4, True)
+
+
+def test_an_overridden_evaluation_that_passes_the_tuple_is_told() -> None:
+    class Own(hapi.Model):
+        def eval_step(self, inputs: Any, labels: Any) -> Any:
+            return None, self.network(inputs)
+
+    with pytest.raises(TypeError, match=r"inputs are a tuple.*self\.network\(\*inputs\)"):
+        Own(nn.Linear(4, 3)).prepare(None, nn.CrossEntropyLoss()).evaluate((X, Y), verbose=0)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_first_batch_of_an_evaluation_within_fit_is_looked_at(trained: bool) -> None:
+    """torch would stretch its labels, and give a wrong number without a word."""
+    subject = hapi.Model(nn.Linear(4, 1))
+    subject.prepare(torch.optim.SGD(subject.parameters(), lr=0.1), nn.MSELoss())
+    good, bad = (X, torch.zeros(len(X), 1)), (X, torch.zeros(len(X)))
+    with pytest.raises(ValueError, match=r"outputs of shape .* and labels of shape .*one shape"):
+        subject.fit(*((good, bad) if trained else (bad, good)), verbose=0)
 
 
 # A loss that is no longer a number.

@@ -15,9 +15,11 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, Subset, TensorDataset
+from torchvision import transforms
 
 import hapi
 from hapi.callbacks import Callback
+from hapi.datasets import FashionMNIST
 from hapi.metrics import F1, Accuracy, Metric
 
 GENERATOR = torch.Generator().manual_seed(5)
@@ -372,3 +374,174 @@ def test_reversed_arrays() -> None:
     x, y = X.numpy()[::-1], Y.numpy()[::-1]
     assert np.array_equal(prepared().predict(x, verbose=0), prepared().predict(X.flip(0), verbose=0))
     assert prepared().evaluate((x, y), verbose=0) == prepared().evaluate((X.flip(0), Y.flip(0)), verbose=0)
+
+
+class Mixup(hapi.Model):
+    """The loss of the usual recipe: both labels of a mixed sample, by two calls of super."""
+
+    def train_step(self, inputs: Any, labels: Any) -> Any:
+        one, outputs = super().train_step(inputs, labels)
+        two, _ = super().train_step(inputs, labels.flip(0))
+        return 0.25 * one + 0.75 * two, outputs
+
+
+def test_two_losses_of_super_that_count_as_much_add_up() -> None:
+    subject = prepared(kind=Mixup)
+    subject.fit([(X[:20], Y[:20]), (X[20:], Y[20:])], accumulate_grad_batches=2, verbose=0)
+
+    def plain(net: nn.Module) -> torch.Tensor:
+        parts = [(X[:20], Y[:20]), (X[20:], Y[20:])]
+        sums = [
+            0.25 * cross_entropy(net(x), y, reduction="sum") + 0.75 * cross_entropy(net(x), y.flip(0), reduction="sum")
+            for x, y in parts
+        ]
+        return sum(sums) / 53
+
+    close(subject.network, stepped(plain))
+
+
+class Unlike(hapi.Model):
+    """Two losses of which one leaves labels out; each of the forms in which they may meet."""
+
+    form: Any = None
+
+    def train_step(self, inputs: Any, labels: Any) -> Any:
+        one, outputs = super().train_step(inputs, labels)
+        two, _ = super().train_step(inputs, torch.where(labels == labels[0], -100, labels))
+        return type(self).form(one, two), outputs
+
+
+def test_two_losses_of_super_that_count_unlike_say_how_they_are_weighed() -> None:
+    class Added(Unlike):
+        form = staticmethod(lambda one, two: one + two)
+
+    class Weighed(Unlike):
+        form = staticmethod(lambda one, two: one + two.mean)
+
+    class Multiplied(Unlike):
+        form = staticmethod(lambda one, two: one * two)
+
+    with pytest.raises(ValueError, match=r"summed over 53 and one that.*first \+ second\.mean"):
+        prepared(kind=Added).fit((X, Y), batch_size=53, verbose=0)
+    with pytest.raises(TypeError, match=r"multiplied with.*loss \* other\.mean"):
+        prepared(kind=Multiplied).fit((X, Y), batch_size=53, verbose=0)
+    subject = prepared(kind=Weighed)
+    subject.fit((X, Y), batch_size=53, shuffle=False, verbose=0)
+    masked = torch.where(Y[0] == Y, -100, Y)
+    close(subject.network, stepped(lambda net: cross_entropy(net(X), Y) + cross_entropy(net(X), masked)))
+
+
+def test_a_penalty_with_a_shape_of_one_element() -> None:
+    class Penalized(hapi.Model):
+        def train_step(self, inputs: Any, labels: Any) -> Any:
+            loss, outputs = super().train_step(inputs, labels)
+            return loss + self.network[0].weight.square().sum().reshape(1), outputs
+
+    labels = torch.where(torch.arange(53) % 4 == 0, -100, Y)
+    for target in (Y, labels):
+        subject = prepared(kind=Penalized)
+        subject.fit((X, target), batch_size=53, shuffle=False, verbose=0)
+        wanted = target
+        close(subject.network, stepped(lambda net, y=wanted: cross_entropy(net(X), y) + net[0].weight.square().sum()))
+
+
+@pytest.mark.parametrize(
+    ("returned", "shown"),
+    [
+        (lambda loss, outputs: loss, "Loss, not a pair"),
+        (lambda loss, outputs: loss.mean, "Tensor, not a pair"),
+        (lambda loss, outputs: (loss.value, loss.weight), "second part is one number"),
+        (lambda loss, outputs: (loss.mean, 53), "second part is one number"),
+        (lambda loss, outputs: None, "NoneType, not a pair"),
+    ],
+)
+@pytest.mark.parametrize("step", ["train_step", "eval_step"])
+def test_a_step_without_outputs_is_refused(step: str, returned: Any, shown: str) -> None:
+    """A sum would be trained on as a mean, and its count be taken for outputs."""
+
+    def own(self: Any, inputs: Any, labels: Any) -> Any:
+        return returned(*getattr(hapi.Model, step)(self, inputs, labels))
+
+    kind = type("Own", (hapi.Model,), {step: own})
+    subject = prepared(kind=kind)
+    with pytest.raises(ValueError, match=rf"{shown}.*\(sum, count\), outputs"):
+        (subject.fit if step == "train_step" else subject.evaluate)((X, Y), verbose=0)
+
+
+def test_a_network_that_is_its_own_loss() -> None:
+    class Scored(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = network()
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return cross_entropy(self.layer(x), y)
+
+    class Own(hapi.Model):
+        def train_step(self, inputs: Any, labels: Any) -> Any:
+            loss = self.network(*inputs)
+            return loss, loss
+
+    net = Scored()
+    subject = Own(net, inputs=2).prepare(torch.optim.SGD(net.parameters(), lr=1.0))
+    subject.fit((X, Y), batch_size=53, verbose=0)
+    close(net.layer, stepped(lambda plain: cross_entropy(plain(X), Y)))
+
+
+class Cut(Callback):
+    """Ends a fit in the middle of a window."""
+
+    def on_train_batch_begin(self, step: int, logs: Any = None) -> None:
+        if step == 1:
+            raise KeyboardInterrupt
+
+
+def test_train_batch_starts_from_no_gradients() -> None:
+    subject = prepared()
+    with pytest.raises(KeyboardInterrupt):
+        subject.fit((X, Y), batch_size=10, accumulate_grad_batches=3, verbose=0, callbacks=Cut())
+    # Of a loop of the script's own.
+    cross_entropy(subject.network(X[:7]), Y[:7]).backward()
+    subject.train_batch(X, Y)
+    close(subject.network, stepped(lambda net: cross_entropy(net(X), Y)))
+
+
+class Brightest(hapi.Model):
+    """Keeps the brightest pixel of each batch that it trains on."""
+
+    def train_step(self, inputs: Any, labels: Any) -> Any:
+        BRIGHTEST.append(float(inputs[0].max()))
+        return super().train_step(inputs, labels)
+
+
+BRIGHTEST: list[float] = []
+
+
+def twice(image: torch.Tensor) -> torch.Tensor:
+    """A transform that is known to nobody, so that it is called for each sample."""
+    return 2 * image
+
+
+def test_a_transform_that_is_changed_in_place_holds_from_the_next_epoch() -> None:
+    pipeline = transforms.Compose([transforms.ToTensor()])
+    data = Subset(FashionMNIST(sample=True, transform=pipeline), range(64))
+    more = iter([transforms.Normalize((0.5,), (0.25,)), twice, transforms.Normalize((1.0,), (1.0,))])
+
+    class Changes(Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            pipeline.transforms.append(next(more))
+
+    net = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+    BRIGHTEST.clear()
+    prepared(net, kind=Brightest).fit(data, batch_size=64, epochs=3, verbose=0, callbacks=Changes())
+    assert BRIGHTEST == [1.0, 2.0, 4.0]
+
+
+def test_numpys_numbers_are_numbers() -> None:
+    hapi.seed(np.int64(3))
+    first = torch.rand(3)
+    hapi.seed(3)
+    assert torch.equal(first, torch.rand(3))
+    subject = prepared(clip_grad_norm=np.float32(1e-3))
+    subject.fit((X, Y), seed=np.int64(0), num_workers=np.int64(0), verbose=0)
+    assert subject.evaluate((X, Y), num_workers=np.int64(0), verbose=0)["loss"] > 0

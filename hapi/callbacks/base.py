@@ -291,14 +291,17 @@ def default_callbacks(
 
 def callbacks_alike(callbacks: Iterable[Callback]) -> list[str]:
     """Those that all ranks need, with what they were set to; loggers may be one rank's alone."""
-    described = []
-    for callback in callbacks:
-        if getattr(callback, "_on_all_ranks", False):
-            free = ("save_dir", "verbose", "params", "model", "stopped_epoch")
-            chosen = {k: v for k, v in vars(callback).items() if k not in free and not k.startswith("_")}
-            plain = [f"{k}={v!r}" for k, v in chosen.items() if v is None or isinstance(v, bool | int | float | str)]
-            described.append(f"{type(callback).__name__}({', '.join(plain)})")
-    return described
+    # What is no callback is refused later on.
+    return [_set_to(each) for each in callbacks if isinstance(each, Callback) and each._on_all_ranks]
+
+
+def _set_to(callback: Callback) -> str:
+    """A callback as it was made. What a subclass adds is left out: it may well be the rank's own."""
+    ours = next(kind for kind in type(callback).__mro__ if kind.__module__.startswith("hapi."))
+    names = [name for name in inspect.signature(ours).parameters if name not in ("save_dir", "verbose")]
+    chosen = {name: getattr(callback, name) for name in names if hasattr(callback, name)}
+    plain = [f"{k}={v!r}" for k, v in chosen.items() if v is None or isinstance(v, bool | int | float | str)]
+    return f"{type(callback).__name__}({', '.join(plain)})"
 
 
 def as_list(callbacks: Callback | Sequence[Callback] | None) -> list[Callback]:

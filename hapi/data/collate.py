@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from hapi.batch import is_record, leaves, rebuilt_mapping, rebuilt_record
+from hapi.batch import is_record, leaves, move, rebuilt_mapping, rebuilt_record
 
 
 class Collate:
@@ -29,8 +29,8 @@ class Collate:
             ValueError: Samples have different shapes.
         """
         first = samples[0]
-        if is_record(first):
-            return rebuilt_record(first, lambda name: self([getattr(sample, name) for sample in samples]))
+        if _holds_record(first):
+            return self._by_parts(samples)
         try:
             batch = default_collate(samples)
         except (TypeError, RuntimeError) as error:
@@ -40,6 +40,16 @@ class Collate:
             raise cause from error
         unasked = self._floats != torch.float64 and any(leaf.dtype == torch.float64 for leaf in leaves(batch))
         return self._cast(batch, first) if unasked else batch
+
+    def _by_parts(self, samples: list[Any]) -> Any:
+        """Samples that are dataclasses, which torch does not enter, or hold some."""
+        first = samples[0]
+        if is_record(first):
+            return rebuilt_record(first, lambda name: self([getattr(sample, name) for sample in samples]))
+        if isinstance(first, Mapping):
+            return rebuilt_mapping(first, {key: self([sample[key] for sample in samples]) for key in first})
+        parts = [self(list(column)) for column in zip(*samples, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else parts
 
     def _cast(self, batch: Any, sample: Any) -> Any:
         if isinstance(batch, torch.Tensor):
@@ -51,6 +61,29 @@ class Collate:
             parts = [self._cast(part, item) for part, item in zip(batch, sample, strict=True)]
             return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
         return batch
+
+
+class Convert:
+    """torch's `default_convert`, for batches that a data set makes itself; float64 of NumPy's as in `Collate`.
+
+    Args:
+        floats: What float64 of NumPy's becomes.
+    """
+
+    def __init__(self, floats: torch.dtype) -> None:
+        self._floats = floats
+
+    def __call__(self, batch: Any) -> Any:
+        """The batch with tensors in place of arrays."""
+        return move(batch, torch.device("cpu"), self._floats)
+
+
+def _holds_record(sample: Any) -> bool:
+    if isinstance(sample, Mapping):
+        return any(map(_holds_record, sample.values()))
+    if isinstance(sample, tuple | list):
+        return any(map(_holds_record, sample))
+    return is_record(sample)
 
 
 def _cause(samples: Sequence[Any]) -> Exception | None:

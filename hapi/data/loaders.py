@@ -14,11 +14,11 @@ from itertools import islice
 from typing import Any, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate, default_convert
 
 from hapi import batch as batches
 from hapi import rng
-from hapi.data.collate import Collate
+from hapi.data.collate import Collate, Convert
 from hapi.data.epochs import set_epoch
 from hapi.data.feeds import BEGINNING, Feed, Piece, Start
 from hapi.data.streams import (
@@ -40,10 +40,11 @@ _BATCHES_PER_BROADCAST = 64
 def loader_feed(loader: DataLoader[Any], device: torch.device, seed: int, lockstep: bool, floats: torch.dtype) -> Feed:
     """A feed over the user's DataLoader."""
     is_plain = type(loader).__iter__ is DataLoader.__iter__
-    if is_plain and loader.collate_fn is default_collate:
-        # Nobody's choice: samples are made a batch as those of a data set without a loader are.
+    # Nobody's choice: batches are made as those of a data set without a loader are.
+    if is_plain and loader.collate_fn in (default_collate, default_convert):
+        ours = Collate(floats) if loader.collate_fn is default_collate else Convert(floats)
         loader = copy.copy(loader)
-        loader.collate_fn = Collate(floats)
+        loader.collate_fn = ours
     if isinstance(loader.dataset, IterableDataset):
         if hasattr(loader, "state_dict") and group.get_world_size() == 1:
             # It knows its place in the data, and nothing is read again to find it.
@@ -59,10 +60,8 @@ def loader_feed(loader: DataLoader[Any], device: torch.device, seed: int, lockst
             return SelfShardedFeed(loader, device, seed, lockstep)
         raise TypeError(
             f"A {type(loader).__name__} arrived, a DataLoader whose own __iter__ may ignore its batch sampler, so that "
-            "its "
-            f"batches cannot be shared out among {group.get_world_size()} processes. Put the logic into a "
-            "batch_sampler, a "
-            "collate_fn or the data set; or shard by yourself and set `sharded = True` on the loader."
+            f"its batches cannot be shared out among {group.get_world_size()} processes. Put the logic into a "
+            "batch_sampler, a collate_fn or the data set; or shard by yourself and set `sharded = True` on the loader."
         )
     return SharedLoaderFeed(loader, device, seed, lockstep)
 

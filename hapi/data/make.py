@@ -14,7 +14,7 @@ from hapi.batch import map_tensors
 from hapi.data.feeds import DatasetFeed, Feed, SourceFeed
 from hapi.data.loaders import iterable_loader, loader_feed
 from hapi.data.order import GlobalOrder
-from hapi.data.sameness import same_on_all_ranks
+from hapi.data.sameness import same_data
 from hapi.data.sources import as_batch_source, is_columns
 from hapi.data.streams import (
     BatchesFeed,
@@ -69,7 +69,7 @@ def make_feed(data: Any, request: Request, device: torch.device) -> Feed:
         ValueError: It is empty, or options were given that contradict it.
     """
     if _can_be_compared(data):
-        data = same_on_all_ranks(data, request.name)
+        data = same_data(data, request.name)
     feed = _choose(data, request, device)
     feed.floats = request.floats
     if feed.steps == 0 or feed.samples == 0:
@@ -179,8 +179,7 @@ def _iterable(data: IterableDataset[Any], request: Request, device: torch.device
     if request.shuffle:
         raise ValueError(
             f"shuffle=True was given with {request.name} of type {type(data).__name__}, an iterable data set, whose "
-            "order is "
-            "its own. Leave shuffle out, and shuffle inside the data set."
+            "order is its own. Leave shuffle out, and shuffle inside the data set."
         )
     world_size = group.get_world_size()
     batch_size = -(-request.global_batch(world_size) // world_size)

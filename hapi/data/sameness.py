@@ -15,11 +15,12 @@ from hapi.batch import is_array, tensor_of
 from hapi.distributed import group
 
 
-def same_on_all_ranks(data: Any, name: str) -> Any:
+def same_data(data: Any, name: str) -> Any:
     """The data, the same on every rank. Called on every rank.
 
-    Compared are lengths, the indices of `Subset`s, and shape, dtype and checksum of tensors in memory. `Subset`s that
-    differ (a `random_split` that was not seeded) become those of rank 0, with a warning.
+    Compared are lengths, the indices of `Subset`s, and shape, dtype and checksum of tensors in memory, those of
+    `hapi.datasets` and torchvision's data sets too. `Subset`s that differ (a `random_split` that was not seeded) become
+    those of rank 0, with a warning.
 
     Args:
         data: A map-style data set, columns, or a DataLoader over a data set.
@@ -69,9 +70,22 @@ def _columns(data: Any) -> list[torch.Tensor]:
     if isinstance(data, torch.Tensor) or is_array(data):
         data = (data,)
     parts = data.tensors if type(data) is TensorDataset else data.values() if isinstance(data, Mapping) else data
+    if _holds_targets(data):
+        parts = (data.data, data.targets)
     if not isinstance(parts, tuple) and not isinstance(data, Mapping):
         return []
-    return [part if isinstance(part, torch.Tensor) else tensor_of(part, torch.float64) for part in parts]
+    # torchvision keeps some labels as a list.
+    known = (part if isinstance(part, torch.Tensor) or is_array(part) else torch.as_tensor(part) for part in parts)
+    return [part if isinstance(part, torch.Tensor) else tensor_of(part, torch.float64) for part in known]
+
+
+def _holds_targets(data: Any) -> bool:
+    """Whether it is one of the library data sets that lie in memory as `data` and `targets`."""
+    libraries = any(
+        kind.__module__.startswith(("hapi.datasets", "torchvision.datasets")) for kind in type(data).__mro__
+    )
+    parts = [getattr(data, name, None) for name in ("data", "targets")] if libraries else [None]
+    return all(isinstance(part, torch.Tensor | list) or is_array(part) for part in parts)
 
 
 def _checksum(tensor: torch.Tensor) -> int:

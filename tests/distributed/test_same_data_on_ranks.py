@@ -9,10 +9,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torchvision
 from closed_form import Ramp, prepared, ramp
 from ranks import same
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, random_split
 
+from hapi.datasets import FashionMNIST
 from hapi.distributed import group
 
 
@@ -34,12 +36,31 @@ def shuffled(n: int = 8) -> torch.Tensor:
     return torch.randperm(n)
 
 
+def images(kind: Callable[..., Any], **options: Any) -> Any:
+    """A data set of a library, of which the last rank's has another label."""
+    data = kind(**options)
+    if group.get_rank() == group.get_world_size() - 1:
+        data.targets[5] = 1 - int(data.targets[5] == 1)
+    return data
+
+
+def fake_cifar() -> Any:
+    """torchvision's class, whose labels are a list, without its files."""
+    data = torchvision.datasets.CIFAR10.__new__(torchvision.datasets.CIFAR10)
+    data.data, data.targets = numpy.zeros((8, 32, 32, 3), "uint8"), [0] * 8
+    data.transform = data.target_transform = None
+    return data
+
+
 DIFFERENT: dict[str, Callable[[], Any]] = {
     "a number": lambda: rows(change=True),
     "a number of an array": lambda: tuple(part.numpy() for part in rows(change=True)),
     "a number in a dict": lambda: dict(zip("xy", rows(change=True), strict=True)),
     "a number of a tensor data set": lambda: TensorDataset(*rows(change=True)),
     "a number in a loader": lambda: DataLoader(TensorDataset(*rows(change=True)), batch_size=2),
+    "a label of hapi's": lambda: images(FashionMNIST, mode="test", sample=True),
+    "a label of torchvision's": lambda: images(fake_cifar),
+    "a label in a subset": lambda: Subset(images(FashionMNIST, mode="test", sample=True), range(8)),
     "the order": lambda: tuple(part[torch.arange(8).roll(group.get_rank())] for part in rows()),
     "the dtype": lambda: (rows()[0].to(last(torch.float32, torch.float64)), rows()[1]),
     "the shape": lambda: (rows()[0].reshape(last((8, 1), (8, 1, 1))), rows()[1]),
