@@ -7,7 +7,6 @@ id: a pair is whole only if the ids agree, since two files cannot be renamed in 
 
 from __future__ import annotations
 
-import copy
 import glob
 import math
 import uuid
@@ -71,7 +70,10 @@ class Snapshot:
 
     def copied(self) -> Snapshot:
         """One that training does not change any more; tensors that share memory go on doing so."""
-        return copy.deepcopy(self)
+        copies: dict[int, Any] = {}
+        weights = OrderedDict((key, files.with_own_tensors(value, copies)) for key, value in self.weights.items())
+        weights._metadata = getattr(self.weights, "_metadata", None)  # type: ignore[attr-defined]
+        return Snapshot(weights, files.with_own_tensors(self.training, copies))
 
 
 def take(network: nn.Module, training: Mapping[str, Any]) -> Snapshot:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import importlib
 import io
@@ -25,6 +26,8 @@ except ImportError:  # Windows
     fcntl = None
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+# Nearly all that a checkpoint holds beside tensors: training waits while it is looked through.
+_PLAIN_AT_ONCE = {type(None), bool, float, str}
 _EXACT: dict[type, Callable[[Any], Any]] = {
     int: int.__int__,
     float: float.__float__,
@@ -245,6 +248,8 @@ def as_plain(value: Any, where: str, depth: int = 0) -> Any:
     Raises:
         TypeError: It holds something else, which would save now and be refused when loaded.
     """
+    if type(value) in _PLAIN_AT_ONCE:
+        return value
     if depth > _DEEPEST:
         raise TypeError(
             f"{where:.200}... lies more than {_DEEPEST} lists and dicts deep, or holds itself: it could not be "
@@ -252,7 +257,9 @@ def as_plain(value: Any, where: str, depth: int = 0) -> Any:
         )
     if isinstance(value, Mapping):
         items = {
-            as_plain(key, f"{where}: its key {key!r}", depth + 1): as_plain(item, f"{where}[{key!r}]", depth + 1)
+            key if type(key) is str else as_plain(key, f"{where}: its key {key!r}", depth + 1): as_plain(
+                item, f"{where}[{key!r}]", depth + 1
+            )
             for key, item in value.items()
         }
         # A scheduler's milestones are one, and it needs their methods.
@@ -263,6 +270,22 @@ def as_plain(value: Any, where: str, depth: int = 0) -> Any:
     if isinstance(value, torch.Tensor):
         return _plain_tensor(value, where)
     return _plain_value(value, where)
+
+
+def with_own_tensors(value: Any, copies: dict[int, Any]) -> Any:
+    """What `as_plain` gave with copies of its tensors, whose other parts nobody else holds.
+
+    Args:
+        value: The nest.
+        copies: Of its tensors, as `copy.deepcopy` keeps them: tensors that share memory go on doing so.
+    """
+    if isinstance(value, torch.Tensor):
+        return copy.deepcopy(value, copies)
+    if isinstance(value, dict) and type(value) is not Counter:
+        return {key: with_own_tensors(item, copies) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(with_own_tensors(item, copies) for item in value)
+    return value
 
 
 def _plain_tensor(value: torch.Tensor, where: str) -> torch.Tensor:
