@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -97,11 +98,14 @@ def is_array(value: Any) -> bool:
 
 
 def is_counted(labels: torch.Tensor, ignored: int) -> torch.Tensor:
-    """Which labels are not the one to ignore. One that their dtype cannot hold would be compared as another number."""
-    span = torch.iinfo(labels.dtype) if not (labels.is_floating_point() or labels.dtype == torch.bool) else None
-    if span is not None and not span.min <= ignored <= span.max:
-        return torch.ones_like(labels, dtype=torch.bool)
-    return labels != ignored
+    """Which labels are not the one to ignore."""
+    return labels != ignored if _holds(labels.dtype, ignored) else torch.ones_like(labels, dtype=torch.bool)
+
+
+@lru_cache
+def _holds(dtype: torch.dtype, number: int) -> bool:
+    """Whether a tensor can hold the number. One that it cannot hold would be compared as another number."""
+    return dtype.is_floating_point or dtype == torch.bool or torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max
 
 
 def size_of(batch: Any) -> int:
@@ -182,6 +186,9 @@ class Splitter:
             batch: A batch as the data gives it.
             needs_labels: False: to predict, where data may well have none.
         """
+        # The usual case first: this runs once a step.
+        if self.is_default and type(batch) in (tuple, list) and len(batch) == 2 and isinstance(batch[1], torch.Tensor):
+            return (batch[0],), batch[1]
         fields = _named_fields(batch)
         if fields is not None:
             return self._split_named(fields, needs_labels)
@@ -349,8 +356,7 @@ def rebuilt_mapping(original: Any, items: dict[Any, Any]) -> Any:
         if isinstance(original, dict) or hasattr(type(original), "__copy__"):
             rebuilt = copy.copy(original)
         else:
-            # A shallow copy of a wrapper would share the dict within, and the user's own batch would change. The
-            # values are put in anew in any case.
+            # A shallow copy of a wrapper would share the dict within, and the user's own batch would change.
             rebuilt = copy.deepcopy(original, {id(value): value for value in original.values()})
         for key, item in items.items():
             rebuilt[key] = item
@@ -383,10 +389,10 @@ def _first_size(value: Any) -> int | None:
 def _holds_arrays(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return False
-    if isinstance(value, Mapping):
-        return any(_holds_arrays(item) for item in value.values())
     if isinstance(value, tuple | list):
-        return any(_holds_arrays(item) for item in value)
+        return any(map(_holds_arrays, value))
+    if isinstance(value, Mapping):
+        return any(map(_holds_arrays, value.values()))
     return is_array(value) or is_record(value)
 
 

@@ -120,12 +120,13 @@ def _train_epoch(run: Run, plan: FitPlan, agreement: Agreement, epoch: int, with
         stepper.begin_at(within.learning_rate)
     cursor.enter(start, tally)
     rank, step = group.get_rank(), start.step
+    stream = rng.mix(run.seed, rng.STEP, epoch)
     for window in _windows(islice(feed.pieces(epoch, start), plan.left()), plan.accumulate):
         cursor.set_out()
         window_total = sum(piece.total for piece in window)
         for number, piece in enumerate(window, 1):
             # Before the hook, so that what a callback draws has its place in the run too.
-            rng.set_streams(rng.mix(run.seed, rng.STEP, epoch, step, rank), stepper.device)
+            rng.set_streams(rng.mix(step, rank, after=stream), stepper.device)
             callbacks.call("on_train_batch_begin", step)
             last = number == len(window)
             inputs, labels = (None, None) if piece.batch is None else run.split(feed.place(piece.batch))

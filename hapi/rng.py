@@ -42,9 +42,14 @@ def seed(n: int) -> None:
         numpy_random.seed(n % (1 << 32))
 
 
-def mix(*words: int) -> int:
-    """Hash whole numbers into 64 bits. The finalizer is that of SplitMix64 (Steele et al., 2014)."""
-    state = 0
+def mix(*words: int, after: int = 0) -> int:
+    """Hash whole numbers into 64 bits. The finalizer is that of SplitMix64 (Steele et al., 2014).
+
+    Args:
+        words: The numbers.
+        after: The hash of those that come before: `mix(a, b)` is `mix(b, after=mix(a))`.
+    """
+    state = after
     for word in words:
         state = (state + (word & _MASK) + 0x9E3779B97F4A7C15) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -124,7 +129,9 @@ def isolated(device: torch.device) -> Iterator[None]:
 def _numpy_random() -> Any:
     # Only where the script uses NumPy. Its generator is loaded at first use, which may come within a step: by then
     # it must have been set.
-    return importlib.import_module("numpy.random") if "numpy" in sys.modules else None
+    if "numpy" not in sys.modules:
+        return None
+    return sys.modules.get("numpy.random") or importlib.import_module("numpy.random")
 
 
 def _seed_device(device: torch.device, seed: int) -> None:

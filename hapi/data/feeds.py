@@ -144,7 +144,7 @@ class SourceFeed(Feed):
         """See `Feed.pieces`."""
         set_epoch(self._source, epoch)
         fetch = self._source.fetch_batch
-        for position, (indices, total, _) in self._order.numbered(epoch, start.step, start.taken):
+        for position, (indices, total) in self._order.numbered(epoch, start.step, start.taken):
             size = len(indices)
             batch = None
             if size:
@@ -190,11 +190,11 @@ class DatasetFeed(Feed):
         """See `Feed.pieces`."""
         set_epoch(self._dataset, epoch)
         self._sampler.refill(
-            Keyed(share.indices.tolist(), share.key, epoch)
-            for share in self._order.shares(epoch, start.step, start.taken)
+            Keyed(share.indices.tolist(), self._order.key(epoch, number), epoch)
+            for number, share in self._order.numbered(epoch, start.step, start.taken)
             if len(share.indices)
         )
         loaded = self.read(self._loader)
-        for position, (indices, total, _) in self._order.numbered(epoch, start.step, start.taken):
+        for position, (indices, total) in self._order.numbered(epoch, start.step, start.taken):
             size = len(indices)
             yield Piece(next(loaded) if size else None, size, total, position)

@@ -17,8 +17,6 @@ class Share(NamedTuple):
     """(size,) int64, into the data set."""
     total: int
     """Samples of the whole global batch."""
-    key: int
-    """Where the random streams start for this part: differs between epochs, steps and ranks."""
 
 
 def filled_part(total: int, size: int, rank: int) -> tuple[int, int]:
@@ -102,7 +100,7 @@ class GlobalOrder:
         """
         permutation = self._permutation(epoch)
         firsts = range(start * self.global_batch if taken is None else taken, self._length, self.global_batch)
-        for step, first in enumerate(firsts, start):
+        for first in firsts:
             total = min(self.global_batch, self._length - first)
             if self._drop_last and total < self.global_batch:
                 return
@@ -112,12 +110,16 @@ class GlobalOrder:
                 if permutation is None
                 else permutation[first + begin : first + end]
             )
-            yield Share(indices, total, rng.mix(self._seed, self._purpose, epoch, step * self._world_size + self._rank))
+            yield Share(indices, total)
 
     def numbered(self, epoch: int, start: int = 0, taken: int | None = None) -> Iterator[tuple[int, Share]]:
         """The shares with their numbers among all ranks' batches: the order in which their rows belong together."""
         for step, share in enumerate(self.shares(epoch, start, taken), start):
             yield step * self._world_size + self._rank, share
+
+    def key(self, epoch: int, number: int) -> int:
+        """Where the random streams start for the batch of this number in `numbered`."""
+        return rng.mix(self._seed, self._purpose, epoch, number)
 
     def _part(self, total: int) -> tuple[int, int]:
         if not self._even:

@@ -94,8 +94,7 @@ class Accuracy(_Counting):
     """
 
     hits: Tensor
-    ignored: Tensor
-    seen: int
+    counted: Tensor
 
     def __init__(
         self,
@@ -110,8 +109,7 @@ class Accuracy(_Counting):
         self._names = [name] if self.topk == (1,) else [f"{name}_top{k}" for k in self.topk]
         # hits[k]: how often the label was the output with exactly k larger ones.
         self.add_state("hits", torch.zeros(max(self.topk), dtype=torch.int64))
-        self.add_state("ignored", torch.tensor(0))
-        self.add_state("seen", 0)
+        self.add_state("counted", torch.tensor(0))
 
     @property
     def names(self) -> list[str]:
@@ -126,9 +124,8 @@ class Accuracy(_Counting):
             ValueError: Their shapes do not fit each other, or ``topk`` is larger than the number of classes.
         """
         outputs, labels = align(self, *pair(self, outputs, labels))
-        self.seen += labels.numel()
-        if self.ignore_index is not None:
-            self.ignored += (~is_counted(labels, self.ignore_index)).sum()
+        ignored = self.ignore_index
+        self.counted += labels.numel() if ignored is None else is_counted(labels, ignored).sum()
         if outputs.ndim > labels.ndim:
             self._count_classes(outputs, labels)
             return
@@ -167,7 +164,7 @@ class Accuracy(_Counting):
             true_positives, predicted, actual, samples = self._counted()
             # Of one column all is right but the ones that were missed or wrongly found.
             hits += samples - predicted - actual + 2 * true_positives
-        shares = as_exact(hits) / (self.seen - self.ignored)
+        shares = as_exact(hits) / self.counted
         values = {name: shares[k - 1] for name, k in zip(self._names, self.topk, strict=True)}
         return values if len(values) > 1 else values[self._names[0]]
 

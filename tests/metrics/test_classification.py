@@ -165,7 +165,7 @@ def test_an_empty_batch_changes_nothing():
 
 def test_counts_beyond_float32_are_exact():
     metric = Accuracy()
-    metric.seen, metric.hits = 2**24 + 2, torch.tensor([2**24 + 1])
+    metric.counted, metric.hits = torch.tensor(2**24 + 2), torch.tensor([2**24 + 1])
     assert metric.compute() == (2**24 + 1) / (2**24 + 2)
 
 
