@@ -34,7 +34,14 @@ class SetBy:
         self._name = name
 
     def __get__(self, owner: Any, kind: type) -> Any:
-        return self if owner is None else vars(owner)[self._name]
+        if owner is None:
+            return self
+        if self._name not in vars(owner):
+            raise AttributeError(
+                f"{type(owner).__name__}.{self._name} is not there yet, since {kind.__name__}.__init__ did not call "
+                "Model's. Write super().__init__(network) in it first."
+            )
+        return vars(owner)[self._name]
 
     def __set__(self, owner: Any, value: Any) -> None:
         raise AttributeError(

@@ -201,6 +201,10 @@ def passing_buffers(network: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in network.named_buffers() if name in names}
 
 
+class UnfitError(ValueError):
+    """A whole checkpoint is of another network."""
+
+
 def differences(weights: Weights, network: nn.Module, skip_mismatch: bool) -> list[str]:
     """What of the weights does not fit the network, one line a kind.
 
@@ -216,7 +220,7 @@ def differences(weights: Weights, network: nn.Module, skip_mismatch: bool) -> li
     state = _unwrapped_names(weights.state, expected)
     problems = _differences(state, expected)
     if problems and not skip_mismatch:
-        raise ValueError(
+        raise UnfitError(
             f"{weights.source} is of another network: {'; '.join(problems)}. "
             "Build the network that was saved, or pass skip_mismatch=True to load what fits."
         )
@@ -290,8 +294,12 @@ def newest(folder: str | Path, network: nn.Module, run: str | None = None) -> tu
 
     Returns:
         Its path without ending, None if there is none; and what was passed over, a line each with the reason.
+
+    Raises:
+        UnfitError: All that are whole are of another network.
     """
     passed_over: list[str] = []
+    unfit: UnfitError | None = None
     for path in sorted(Path(folder).glob("[!.]*.pt"), key=_age, reverse=True):
         if path.name.endswith(".opt.pt"):
             continue
@@ -308,6 +316,9 @@ def newest(folder: str | Path, network: nn.Module, run: str | None = None) -> tu
             return str(path.with_suffix("")), passed_over
         except (ValueError, OSError) as error:
             passed_over.append(str(error))
+            unfit = error if isinstance(error, UnfitError) and unfit is None else unfit
+    if unfit is not None:
+        raise unfit
     return None, passed_over
 
 
@@ -326,34 +337,6 @@ def _age(path: Path) -> tuple[float, float, int]:
         return begun, steps, path.stat().st_mtime_ns
     except OSError:  # Another run that saves here may have deleted it.
         return begun, steps, 0
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Put a saved state into an optimizer, on whatever device its parameters are.
-
-    Raises:
-        ValueError: It is of an optimizer with other parameters, or of another class.
-    """
-    before = optimizer.state_dict()
-    try:
-        optimizer.load_state_dict(state)
-        # torch takes the state of another class without a word, and fails in the next step.
-        absent = [name for name in optimizer.defaults if any(name not in group for group in optimizer.param_groups)]
-        if absent:
-            raise ValueError(f"it has no {', '.join(absent)}")
-    except (ValueError, KeyError) as error:
-        optimizer.load_state_dict(before)
-        raise ValueError(
-            f"The saved optimizer state does not fit this {type(optimizer).__name__} ({error}). "
-            "Make the optimizer as it was when saved, or pass reset_optimizer=True."
-        ) from error
-    # torch casts the state to the parameters' dtype: float32 moments of a bfloat16 parameter would lose bits.
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, saved in state["state"].items():
-        for name, value in saved.items():
-            current = optimizer.state[parameters[index]].get(name)
-            if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor) and current.dtype != value.dtype:
-                optimizer.state[parameters[index]][name] = value.to(current.device)
 
 
 def _unwrapped_names(state: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -72,8 +73,8 @@ def optimizer_parameters(optimizer: torch.optim.Optimizer, network: nn.Module, c
         raise ValueError(
             f"The optimizer holds {len(held)} parameters, of which {len(strangers)} (first shape: {strangers[0]}) are "
             "not of the network given to Model, so that training would not move the network. Make the optimizer from "
-            "this network: torch.optim.Adam(model.parameters(), lr=1e-3); parameters of a loss count where the loss is "
-            "a module."
+            "this network: torch.optim.Adam(model.parameters(), lr=1e-3); what else is to be trained belongs into the "
+            "one nn.Module that Model gets, or into a loss that is a module."
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -81,6 +82,19 @@ def optimizer_parameters(optimizer: torch.optim.Optimizer, network: nn.Module, c
             f"{type(optimizer).__name__} calls a closure several times within one step, which fit does not give it. "
             "Use an optimizer whose step() needs no closure, such as torch.optim.Adam, or a loop of your own."
         )
+
+
+def modules_beside(owner: Any, network: nn.Module, companions: nn.Module | None) -> None:
+    """Warn of modules that a Model's subclass keeps beside its network: they are trained by nobody here."""
+    known = {id(p) for module in (network, companions) if module is not None for p in module.parameters()}
+    for name, value in vars(owner).items():
+        if isinstance(value, nn.Module) and any(p.requires_grad and id(p) not in known for p in value.parameters()):
+            warnings.warn(
+                f"{type(owner).__name__}.{name} holds parameters that require a gradient and are not of the network "
+                "given to Model: they are neither trained nor exchanged between processes, saved or resumed. Give "
+                f"Model one nn.Module that holds both, or write {name}.requires_grad_(False).",
+                stacklevel=6,
+            )
 
 
 def check_loss_has_graph(loss: torch.Tensor, network: nn.Module) -> None:
@@ -176,17 +190,14 @@ def class_labels(labels: Any, outputs: Any) -> None:
         ValueError: Their dtype, shape or range does not fit cross-entropy.
     """
     if not isinstance(outputs, torch.Tensor):
-        raise ValueError(
-            f"Cross-entropy received a {type(outputs).__name__} from the network, not one tensor of scores. Let the "
-            "network return that tensor alone, or give a loss of your own that picks it: "
-            "loss=lambda outputs, labels: cross_entropy(outputs['scores'], labels)."
-        )
+        raise _several_outputs(outputs)
     if not isinstance(labels, torch.Tensor):
         return
-    if outputs.dim() < 2:
+    if outputs.dim() < 2 or not labels.dim():
         raise ValueError(
-            f"Cross-entropy received outputs of shape {tuple(outputs.shape)}, which have no batch dimension beside "
-            "that of the classes. Pass batches: a list is taken as batches, so give a list of samples as "
+            f"Cross-entropy received outputs of shape {tuple(outputs.shape)} and labels of shape "
+            f"{tuple(labels.shape)}, which lack a batch dimension, or that of the classes. Pass batches: a list is "
+            "taken as batches, so give a list of samples as "
             "DataLoader(samples, batch_size=32), and columns as a tuple (x, y)."
         )
     shown = f"labels of dtype {str(labels.dtype).removeprefix('torch.')} and shape {tuple(labels.shape)}"
@@ -204,12 +215,34 @@ def class_labels(labels: Any, outputs: Any) -> None:
         )
     expected = (outputs.shape[0], *outputs.shape[2:])
     if tuple(labels.shape) != expected:
-        a_column = labels.dim() == 2 and labels.shape[1] == 1
-        cure = "Write labels.squeeze(1)." if a_column else "Check the network's last layer and the labels."
         raise ValueError(
             f"Cross-entropy received {shown} for {against}, where it needs labels of shape {expected}, one class "
-            f"number each. {cure}"
+            f"number each. {_to_their_shape(labels, outputs)}"
         )
+
+
+def _several_outputs(outputs: Any) -> ValueError:
+    own = (
+        # Several outputs are spread.
+        f"lambda {', '.join(f'out_{i}' for i in range(len(outputs)))}, labels: cross_entropy(out_0, labels)"
+        if isinstance(outputs, tuple | list)
+        else "lambda outputs, labels: cross_entropy(outputs['scores'], labels)"
+    )
+    return ValueError(
+        f"Cross-entropy received a {type(outputs).__name__} from the network, not one tensor of scores. Let the "
+        f"network return that tensor alone, or give a loss of your own that picks it: loss={own}."
+    )
+
+
+def _to_their_shape(labels: torch.Tensor, outputs: torch.Tensor) -> str:
+    """What brings class numbers to the shape that cross-entropy needs."""
+    if labels.dim() == 2 and labels.shape[1] == 1:
+        return "Write labels.squeeze(1)."
+    if labels.shape == outputs.shape:
+        return "Write labels.argmax(1) if they are one-hot, labels.float() if they are probabilities."
+    if labels.shape == outputs.shape[:-1]:
+        return "The classes go second: let the network return outputs.movedim(-1, 1)."
+    return "Check the network's last layer and the labels."
 
 
 def label_range(lowest: int, highest: int, classes: int) -> None:
@@ -283,7 +316,8 @@ def _label_fault(error: Exception, outputs: Any, labels: Any, ignored: int | Non
     if labels is None and isinstance(error, TypeError) and (classifies or "missing" in str(error)):
         return ValueError(
             "The loss received no labels: all of the batch went into the network. Give labels as well, by a data set "
-            "that yields (x, y) or a tuple of tensors, fit((x, y)); a list, fit([x, y]), is taken as batches."
+            "that yields (x, y) or a tuple of tensors, fit((x, y)); a list, fit([x, y]), is taken as batches. Of dict "
+            'batches say which are labels: Model(network, labels=["label"]).'
         )
     if isinstance(labels, int | float | str):
         return ValueError(

@@ -15,6 +15,7 @@ from hapi.callbacks.base import CallbackList
 from hapi.cursor import Cursor
 from hapi.data import Feed
 from hapi.distributed import group
+from hapi.optimizers import load_optimizer
 from hapi.step import Prepared, StepFunction, Stepper, is_overridden
 
 
@@ -182,7 +183,7 @@ class Engine:
             prepared.schedule.restore(state["scheduler"])
         if prepared.optimizer is not None and state["optimizer"] is not None:
             try:
-                checkpoint.load_optimizer(prepared.optimizer, state["optimizer"])
+                load_optimizer(prepared.optimizer, state["optimizer"])
             except ValueError:
                 if prepared.schedule is not None and before is not None:
                     prepared.schedule.restore(before)

@@ -8,6 +8,7 @@ import errno
 import importlib
 import io
 import os
+import re
 import time
 import uuid
 import warnings
@@ -385,7 +386,9 @@ def _flush_folder(folder: Path) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0][:200]
+    # torch underlines by escape codes, and goes on for a page.
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
+    return (plain.splitlines() or ["no message"])[0].partition(" In PyTorch 2.6")[0][:200]
 
 
 def _archive() -> Any:

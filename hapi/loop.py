@@ -216,6 +216,11 @@ def evaluate(
     values = tally.reduced()
     if not values:
         _refuse_empty("eval_data", step)
+        raise ValueError(
+            "The evaluation had nothing to compute: the model was prepared with neither a loss nor metrics, and its "
+            "outputs hold no loss. Write model.prepare(loss=nn.CrossEntropyLoss(), metrics=hapi.metrics.Accuracy()), "
+            "override eval_step as train_step, or use predict."
+        )
     callbacks.call("on_eval_end", logs=values)
     return values
 

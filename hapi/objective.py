@@ -210,6 +210,12 @@ def as_loss(value: Any) -> Loss:
     if isinstance(value, tuple | list) and len(value) == 2:
         total, count = value
         if isinstance(total, torch.Tensor) and total.numel() == 1:
+            if isinstance(count, torch.Tensor) and count.requires_grad:
+                raise ValueError(
+                    "The loss gave a pair whose second part has a gradient, but a pair is taken as (sum, count): what "
+                    "was summed, and over how much. Of two losses write their sum, `loss_a + loss_b`; of a count that "
+                    "was computed with parameters, count.detach()."
+                )
             if isinstance(count, int | float) and not count >= 0:
                 raise wrong_count(count)
             count = torch.as_tensor(count, device=total.device)

@@ -41,12 +41,20 @@ def make_optimizer(optimizer: Any, network: nn.Module, loss: nn.Module | None) -
             "requires a gradient. Set requires_grad_(True) on the layers that are to be trained."
         )
     if isinstance(optimizer, str):
-        if optimizer not in _BY_NAME:
+        name = optimizer.lower()
+        if name not in _BY_NAME:
             raise ValueError(
                 f"optimizer received {optimizer!r}, which names none of {', '.join(map(repr, _BY_NAME))}. "
                 "Use one of these, or an object such as torch.optim.RMSprop(network.parameters())."
             )
-        return _BY_NAME[optimizer](parameters, lr=1e-3, fused=_can_fuse(parameters))
+        return _BY_NAME[name](parameters, lr=1e-3, fused=_can_fuse(parameters))
+    if isinstance(optimizer, list | tuple):
+        kinds = ", ".join(type(each).__name__ for each in optimizer)
+        raise TypeError(
+            f"optimizer received {len(optimizer)} at once ({kinds}), but a step has one. Write one with a group of "
+            'parameters each, torch.optim.SGD([{"params": a, "lr": 0.1}, {"params": b}], lr=0.01); networks that are '
+            "trained in turn, such as a GAN's, get a Model each, and alternate by train_batch."
+        )
     if callable(optimizer):
         made = optimizer(parameters)
         if isinstance(made, torch.optim.Optimizer):
@@ -60,3 +68,33 @@ def make_optimizer(optimizer: Any, network: nn.Module, loss: nn.Module | None) -
 
 def _can_fuse(parameters: Iterable[nn.Parameter]) -> bool:
     return all(p.is_floating_point() and p.device.type in _FUSED_DEVICES for p in parameters)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Put a saved state into an optimizer, on whatever device its parameters are.
+
+    Raises:
+        ValueError: It is of an optimizer with other parameters, or of another class.
+    """
+    before = optimizer.state_dict()
+    # Before: loading adds names to the defaults that no group has, in classes that do not know them.
+    settings = [*optimizer.defaults]
+    try:
+        optimizer.load_state_dict(state)
+        # torch takes the state of another class without a word, and fails in the next step.
+        absent = [name for name in settings if any(name not in group for group in optimizer.param_groups)]
+        if absent:
+            raise ValueError(f"it has no {', '.join(absent)}")
+    except (ValueError, KeyError) as error:
+        optimizer.load_state_dict(before)
+        raise ValueError(
+            f"The saved optimizer state does not fit this {type(optimizer).__name__} ({error}). "
+            "Make the optimizer as it was when saved, or pass reset_optimizer=True."
+        ) from error
+    # torch casts the state to the parameters' dtype: float32 moments of a bfloat16 parameter would lose bits.
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, saved in state["state"].items():
+        for name, value in saved.items():
+            current = optimizer.state[parameters[index]].get(name)
+            if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor) and current.dtype != value.dtype:
+                optimizer.state[parameters[index]][name] = value.to(current.device)

@@ -116,9 +116,10 @@ def _why_not_stackable(parts: list[Positioned]) -> str | None:
         tensors = dict(_named(outputs))
         if not tensors:
             return f"The network gave {type(outputs).__name__} without any tensor"
-        for tensor in tensors.values():
+        for path, tensor in tensors.items():
             if tensor.dim() == 0 or len(tensor) != size:
-                return f"The network gave an output of shape {tuple(tensor.shape)} for {size} samples, not one row each"
+                shape, where = tuple(tensor.shape), f" as {_place(path)}" if path else ""
+                return f"The network gave an output of shape {shape}{where} for {size} samples, not one row each"
         shapes = {path: tuple(tensor.shape[1:]) for path, tensor in tensors.items()}
         if first is not None and shapes != first:
             return _difference(first, shapes, "batches")

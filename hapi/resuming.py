@@ -82,13 +82,25 @@ def find(options: FitOptions, network: nn.Module) -> str | None:
     if folder is None:
         return None
     # Rank 0 writes the files, and may be the only one to see them whole at this moment.
-    search = checkpoint.newest(folder, network, run) if group.speaks_for_all() else (None, [])
-    found, passed_over = group.broadcast_object(search)
+    found, passed_over, unfit = group.broadcast_object(_searched(folder, network, run))
+    if unfit is not None:
+        # A fresh start would replace the checkpoints of another network, one after the other.
+        raise ValueError(f"resume found no checkpoint to go on from: {unfit} To start anew, choose another save_dir.")
     if options.verbose:
         for line in passed_over:
-            say(f"hapi: passed over {line}")
+            say(f"hapi: passed over: {line}")
         say(f"hapi: resuming from {found}" if found else f"hapi: no checkpoint in {folder} to resume from")
     return found
+
+
+def _searched(folder: str | Path, network: nn.Module, run: str | None) -> tuple[str | None, list[str], str | None]:
+    """What `checkpoint.newest` finds, on rank 0; an error as its text, which all ranks get."""
+    if not group.speaks_for_all():
+        return None, [], None
+    try:
+        return *checkpoint.newest(folder, network, run), None
+    except checkpoint.UnfitError as error:
+        return None, [], str(error)
 
 
 @dataclass(frozen=True)

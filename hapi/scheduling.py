@@ -40,12 +40,23 @@ class Schedule:
         self.scheduler = scheduler
         self.interval = interval or default_interval(scheduler)
 
-    def check(self, names: Sequence[str]) -> None:
-        """Called before the first epoch with the names that epoch logs will have.
+    def check(self, names: Sequence[str], updates: int | None) -> None:
+        """Called before the first epoch.
+
+        Args:
+            names: Those that epoch logs will have.
+            updates: Optimizer steps to come, or None.
 
         Raises:
-            ValueError: The value that the scheduler watches is not among them.
+            ValueError: The value that the scheduler watches is not among the names, or it ends before training does.
         """
+        if isinstance(self.scheduler, lr_scheduler.OneCycleLR) and self.interval == "step" and updates is not None:
+            total, done = int(self.scheduler.total_steps), int(self.scheduler.last_epoch)
+            if done + updates > total:
+                raise ValueError(
+                    f"OneCycleLR was made for {total} steps, of which {done} are taken, but {updates} optimizer steps "
+                    f"are to come. Write total_steps={done + updates}."
+                )
         if self.needs_metric and "val_loss" not in names:
             raise ValueError(
                 "The scheduler ReduceLROnPlateau watches val_loss, but fit has no eval_data, so that it would never "

@@ -23,7 +23,6 @@ from hapi.data.make import DEFAULT_BATCH_SIZE, has_own_batches
 from hapi.distributed import group
 
 if TYPE_CHECKING:
-    from hapi.engine import Engine
     from hapi.model import Model
 
 
@@ -55,7 +54,7 @@ class PassOptions:
 def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: FitOptions) -> History:
     """Train; see `Model.fit`."""
     engine = model._engine
-    _check_trainable(engine)
+    _check_trainable(model)
     # Only for a process that trains.
     from hapi import resuming
 
@@ -68,7 +67,7 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
     resumed = None if state is None else resuming.take_over(state, train)
     params = _fit_params(model, options, train, evaluation, resumed is not None)
     if engine.prepared.schedule is not None:
-        engine.prepared.schedule.check(params["metrics"])
+        engine.prepared.schedule.check(params["metrics"], _planned_updates(params, options))
     _refuse_unwritable([options.save_dir, *(getattr(callback, "save_dir", None) for callback in chosen)])
     run = loop.Run(model, engine.split, stepper, engine.prepared.metrics, CallbackList(chosen, model, params), seed)
     cursor = Cursor(train, lambda: stepper.learning_rate, 0 if resumed is None else resumed.iterations)
@@ -89,7 +88,8 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
     return next(callback for callback in chosen if isinstance(callback, History))
 
 
-def _check_trainable(engine: Engine) -> None:
+def _check_trainable(model: Model) -> None:
+    engine = model._engine
     prepared = engine.prepared
     if prepared.optimizer is None:
         raise ValueError(
@@ -98,6 +98,7 @@ def _check_trainable(engine: Engine) -> None:
         )
     # Again: a layer may have been exchanged since prepare.
     checks.optimizer_parameters(prepared.optimizer, engine.network, prepared.objective.module)
+    checks.modules_beside(model, engine.network, prepared.objective.module)
 
 
 def _agreed_callbacks(model: Model, eval_data: Any, callbacks: Any, options: FitOptions) -> list[Callback]:
@@ -110,6 +111,14 @@ def _agreed_callbacks(model: Model, eval_data: Any, callbacks: Any, options: Fit
     more = {"eval_data": evaluated, "callbacks": callbacks_alike(chosen)}
     arguments.same_call("fit", options.alike() | more | arguments.alike(model._engine.prepared))
     return chosen
+
+
+def _planned_updates(params: dict[str, Any], options: FitOptions) -> int | None:
+    """Optimizer steps of a fit that runs to its end; None where the data does not tell its length."""
+    if params["steps"] is None or options.num_iters is not None:
+        return None
+    updates: int = -(-params["steps"] // options.accumulate_grad_batches)
+    return updates * int(params["last_epoch"] - params["first_epoch"])
 
 
 @contextmanager
@@ -161,14 +170,7 @@ def evaluate(model: Model, data: Any, callbacks: Any, options: PassOptions) -> d
     """Evaluate; see `Model.evaluate`."""
     with _single_pass(model, "evaluate", data, callbacks, options, {"num_iters": options.num_iters}) as (run, feed):
         model._engine.look_at_labels([feed])
-        values = loop.evaluate(run, feed, options.num_iters)
-    if not values:
-        raise ValueError(
-            "evaluate had nothing to compute: the model was prepared with neither a loss nor metrics, and its outputs "
-            "hold no loss. Write model.prepare(loss=nn.CrossEntropyLoss(), metrics=hapi.metrics.Accuracy()), or use "
-            "predict."
-        )
-    return values
+        return loop.evaluate(run, feed, options.num_iters)
 
 
 @group.naming_the_lost()

@@ -8,13 +8,23 @@ collate function are the user's.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from itertools import islice
 from typing import Any, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate, default_convert
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+    default_convert,
+)
 
 from hapi import batch as batches
 from hapi import rng
@@ -64,6 +74,31 @@ def loader_feed(loader: DataLoader[Any], device: torch.device, seed: int, lockst
             "batch_sampler, a collate_fn or the data set; or shard by yourself and set `sharded = True` on the loader."
         )
     return SharedLoaderFeed(loader, device, seed, lockstep)
+
+
+def tell_of_the_sampler(loader: DataLoader[Any], to_predict: bool) -> None:
+    """Warn where evaluation or prediction would not see each sample once, or rows come in an order nobody knows."""
+    sampler, cure = loader.sampler, "Leave the sampler out: hapi shares the data out by itself."
+    padded, held = getattr(sampler, "total_size", None), getattr(sampler, "dataset", None)
+    if isinstance(padded, int) and isinstance(held, Sized) and padded != len(held):
+        what = "repeats" if padded > len(held) else "leaves out"
+        warnings.warn(
+            f"The loader's {type(sampler).__name__} {what} {abs(padded - len(held))} of {len(held)} samples, so that "
+            f"each process has as many. {cure}",
+            stacklevel=2,
+        )
+    elif loader.drop_last and loader.batch_size and isinstance(sampler, Sized) and len(sampler) % loader.batch_size:
+        warnings.warn(
+            f"The loader's drop_last=True leaves out {len(sampler) % loader.batch_size} of {len(sampler)} samples. "
+            "Leave drop_last out where each sample counts.",
+            stacklevel=2,
+        )
+    if to_predict and isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
+        warnings.warn(
+            f"predict received a loader with a {type(sampler).__name__}: its rows come in the order that the sampler "
+            "draws, which nobody knows afterwards. Write DataLoader(..., shuffle=False) for the data set's own.",
+            stacklevel=2,
+        )
 
 
 class OwnOrderFeed(Feed):

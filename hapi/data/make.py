@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from hapi import rng
 from hapi.batch import map_tensors
 from hapi.data.feeds import DatasetFeed, Feed, SourceFeed
-from hapi.data.loaders import iterable_loader, loader_feed
+from hapi.data.loaders import iterable_loader, loader_feed, tell_of_the_sampler
 from hapi.data.order import GlobalOrder
 from hapi.data.sameness import same_data
 from hapi.data.sources import as_batch_source, is_columns
@@ -68,6 +68,7 @@ def make_feed(data: Any, request: Request, device: torch.device) -> Feed:
         TypeError: The data is of no kind that can be trained on, or cannot be iterated twice.
         ValueError: It is empty, or options were given that contradict it.
     """
+    _refuse_mistaken(data, request.name)
     if _can_be_compared(data):
         data = same_data(data, request.name)
     feed = _choose(data, request, device)
@@ -77,8 +78,22 @@ def make_feed(data: Any, request: Request, device: torch.device) -> Feed:
     return feed
 
 
+def _refuse_mistaken(data: Any, name: str) -> None:
+    if isinstance(data, type):
+        raise TypeError(
+            f"{name} received the class {data.__name__}, which makes data sets and is none. Write {data.__name__}(...)."
+        )
+    if isinstance(data, tuple) and len({isinstance(part, tuple | list) for part in data}) > 1:
+        raise TypeError(
+            f"{name} is a tuple of containers and tensors, ((a, b), y), in which nothing says what a batch is. Write "
+            "the columns side by side, (a, b, y): the last is the label."
+        )
+
+
 def _choose(data: Any, request: Request, device: torch.device) -> Feed:
     if isinstance(data, DataLoader):
+        if not request.lockstep and group.speaks_for_all():
+            tell_of_the_sampler(data, request.name == "test_data")
         _refuse_options(request, "a DataLoader", "to the DataLoader")
         return loader_feed(data, device, request.seed, request.lockstep, request.floats)
     if isinstance(data, IterableDataset):

@@ -70,22 +70,20 @@ def _columns(data: Any) -> list[torch.Tensor]:
     if isinstance(data, torch.Tensor) or is_array(data):
         data = (data,)
     parts = data.tensors if type(data) is TensorDataset else data.values() if isinstance(data, Mapping) else data
-    if _holds_targets(data):
-        parts = (data.data, data.targets)
     if not isinstance(parts, tuple) and not isinstance(data, Mapping):
-        return []
-    # torchvision keeps some labels as a list.
-    known = (part if isinstance(part, torch.Tensor) or is_array(part) else torch.as_tensor(part) for part in parts)
-    return [part if isinstance(part, torch.Tensor) else tensor_of(part, torch.float64) for part in known]
+        parts = _images_and_targets(data)
+    return [part if isinstance(part, torch.Tensor) else tensor_of(part, torch.float64) for part in parts]
 
 
-def _holds_targets(data: Any) -> bool:
-    """Whether it is one of the library data sets that lie in memory as `data` and `targets`."""
-    libraries = any(
-        kind.__module__.startswith(("hapi.datasets", "torchvision.datasets")) for kind in type(data).__mro__
-    )
-    parts = [getattr(data, name, None) for name in ("data", "targets")] if libraries else [None]
-    return all(isinstance(part, torch.Tensor | list) or is_array(part) for part in parts)
+def _images_and_targets(data: Any) -> tuple[Any, ...]:
+    """What of a library's data set lies in memory under these names; others may bear them too, such as paths."""
+    libraries = ("hapi.datasets", "torchvision.datasets")
+    if not any(kind.__module__.startswith(libraries) for kind in type(data).__mro__):
+        return ()
+    parts = [getattr(data, name, None) for name in ("data", "targets")]
+    # torchvision keeps some class numbers as a list.
+    parts = [torch.as_tensor(p) if isinstance(p, list) and {*map(type, p)} == {int} else p for p in parts]
+    return tuple(part for part in parts if isinstance(part, torch.Tensor) or is_array(part))
 
 
 def _checksum(tensor: torch.Tensor) -> int:

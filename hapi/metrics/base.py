@@ -233,7 +233,8 @@ class Metric:
             return [self._placed(value)] if value.numel() else []
         default = self._defaults[name]
         if not isinstance(default, Tensor):
-            return type(default)(value.item())
+            # Of a number that began as 0 and was added to as 0.5, too.
+            return value.item()
         copied: Tensor = self._placed(value.clone())
         return copied
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -19,11 +20,19 @@ def pair(metric: Metric, outputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
     """
     for noun, value in (("outputs", outputs), ("labels", labels)):
         if not isinstance(value, Tensor):
-            cls = type(metric).__name__
+            cls = next(kind.__name__ for kind in type(metric).__mro__ if kind.__module__.startswith("hapi."))
+            received = f"{type(metric).__name__} ({metric.name!r}) received"
+            if value is None and noun == "labels":
+                raise TypeError(
+                    f"{received} no labels: all of the batch went into the network. Say which part they are, "
+                    'Model(network, labels=["label"]) for dict batches, labels=1 for tuples.'
+                )
+            part = f"{noun}[{next(iter(value), 0)!r}]" if isinstance(value, Mapping) else f"{noun}[0]"
+            given = f"{part}, labels" if noun == "outputs" else f"outputs, {part}"
             raise TypeError(
-                f"{cls} ({metric.name!r}) received {noun} of type {type(value).__name__}, not one tensor: it cannot "
-                "know which part is meant. Write a subclass whose update picks it: class "
-                f"My{cls}(hapi.metrics.{cls}): def update(self, outputs, labels): super().update(outputs[0], labels)."
+                f"{received} {noun} of type {type(value).__name__}, not one tensor: it cannot know which part is "
+                f"meant. Write a subclass whose update picks it: class My{cls}(hapi.metrics.{cls}): def update(self, "
+                f"outputs, labels): super().update({given})."
             )
     return outputs, labels
 

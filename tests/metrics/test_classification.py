@@ -147,12 +147,20 @@ def test_shapes_that_do_not_fit(metric, outputs, labels):
         ((LOGITS, LOGITS), torch.zeros(4), "outputs of type tuple"),
         ({"logits": LOGITS}, torch.zeros(4), "outputs of type dict"),
         (LOGITS, (torch.zeros(4), torch.zeros(4)), "labels of type tuple"),
-        (LOGITS, None, "labels of type NoneType"),
+        ({"logits": LOGITS}, torch.zeros(4), r"outputs of type dict.*super\(\).update\(outputs\['logits'\], labels\)"),
     ],
 )
 def test_several_outputs_or_labels_ask_for_a_subclass(outputs, labels, what):
-    with pytest.raises(TypeError, match=rf"{what}.*Write a subclass whose update picks it: class MyAccuracy"):
+    with pytest.raises(TypeError, match=rf"(?=.*Write a subclass whose update picks it: class MyAccuracy).*{what}"):
         Accuracy().update(outputs, labels)
+
+
+def test_no_labels_ask_for_their_place():
+    class Own(Accuracy):
+        pass
+
+    with pytest.raises(TypeError, match=r"Own \('acc'\) received no labels.*labels=1 for tuples"):
+        Own().update(LOGITS, None)
 
 
 def test_an_empty_batch_changes_nothing():
