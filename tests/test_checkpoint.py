@@ -574,3 +574,35 @@ def test_the_best_model_is_that_of_the_best_epoch(tmp_path: Path) -> None:
     assert one.evaluate((X, Y), verbose=0)["loss"] == pytest.approx(min(values["val_loss"]))
     callbacks = torch.load(tmp_path / "final.opt.pt")["callbacks"]
     assert callbacks["ModelCheckpoint.0"]["best"] == min(values["val_loss"])
+
+
+class Simple(torch.optim.Optimizer):
+    """As one is written by hand: its settings are its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                moved = self.state[parameter].setdefault("moved", torch.zeros_like(parameter))
+                moved.mul_(0.5).add_(parameter.grad)
+                parameter.sub_(group["lr"] * moved)
+
+
+MATRICES = [getattr(torch.optim, name) for name in ("Muon", "Adafactor") if hasattr(torch.optim, name)]
+
+
+@pytest.mark.parametrize("kind", [Simple, *MATRICES, torch.optim.Rprop, torch.optim.ASGD, torch.optim.Adadelta])
+def test_any_optimizer_goes_on_with_the_same_bits(tmp_path: Path, kind: Any) -> None:
+    def made() -> hapi.Model:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 3, bias=False))
+        return hapi.Model(net).prepare(kind, nn.CrossEntropyLoss())
+
+    straight, first, second = made(), made(), made()
+    fit(straight, 2)
+    fit(first, 1, save_dir=tmp_path)
+    fit(second, 2, save_dir=tmp_path, resume=True)
+    assert same_weights(second.network, straight.network)

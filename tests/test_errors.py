@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 
 import hapi
 from hapi.callbacks import Callback, EarlyStopping, LRScheduler, ModelCheckpoint, ReduceLROnPlateau
@@ -892,3 +892,143 @@ def test_names_that_scripts_come_with(module: Any, name: str, cure: str) -> None
 def test_names_imported_on_demand_are_listed(module: Any) -> None:
     assert set(module.__all__) <= set(dir(module))
     assert all(getattr(module, name) is not None for name in dir(module))
+
+
+# What newcomers write.
+
+
+def test_two_losses_are_no_sum_and_count() -> None:
+    def both(outputs: torch.Tensor, labels: torch.Tensor) -> Any:
+        return nn.functional.cross_entropy(outputs, labels), outputs.square().mean()
+
+    with pytest.raises(ValueError, match=r"second part has a gradient.*loss_a \+ loss_b"):
+        model(both).fit((X, Y), verbose=0)
+
+
+def test_modules_beside_the_network_are_told(recwarn: pytest.WarningsRecorder) -> None:
+    class Pair(hapi.Model):
+        other: nn.Module
+
+    subject = Pair(nn.Linear(4, 3))
+    subject.prepare("sgd", nn.CrossEntropyLoss())
+    subject.other = nn.Linear(4, 3).requires_grad_(False)
+    subject.shared = nn.Sequential(subject.network)
+    subject.fit((X, Y), verbose=0)
+    assert not recwarn.list
+    subject.other.requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"Pair\.other holds parameters.*one nn\.Module that holds both") as said:
+        subject.fit((X, Y), verbose=0)
+    assert said[0].filename == __file__
+
+
+def test_a_subclass_that_forgets_models_init() -> None:
+    class Forgets(hapi.Model):
+        def __init__(self) -> None:
+            self.own = 1
+
+    with pytest.raises(AttributeError, match=r"Forgets\.__init__ did not call.*super\(\).__init__\(network\)"):
+        Forgets().prepare("adam", nn.MSELoss())
+
+
+@pytest.mark.parametrize(
+    ("data", "cure"),
+    [
+        (TensorDataset, r"received the class TensorDataset.*Write TensorDataset\(\.\.\.\)"),
+        (((X, X), Y), r"tuple of containers and tensors.*\(a, b, y\)"),
+        (([X, X], Y), r"tuple of containers and tensors.*\(a, b, y\)"),
+    ],
+)
+def test_data_that_is_mistaken_for_batches(refused: Refused, data: Any, cure: str) -> None:
+    refused(TypeError, cure, model(), data)
+
+
+@pytest.mark.parametrize("several", [list, tuple])
+def test_several_optimizers_at_once(several: Any) -> None:
+    network = nn.Linear(4, 3)
+    both = several(torch.optim.SGD([p], lr=0.1) for p in network.parameters())
+    with pytest.raises(TypeError, match=r"received 2 at once \(SGD, SGD\).*Model each, and alternate by train_batch"):
+        hapi.Model(network).prepare(both, nn.CrossEntropyLoss())
+
+
+class Returns(nn.Module):
+    """Gives its scores in some form."""
+
+    def __init__(self, form: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.form = nn.Linear(4, 3), form
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.form(self.layer(x))
+
+
+@pytest.mark.parametrize(
+    ("form", "labels", "cure"),
+    [
+        (lambda s: (s, s), Y, r"loss=lambda out_0, out_1, labels: cross_entropy\(out_0, labels\)"),
+        (lambda s: {"logits": s}, Y, r"outputs\['scores'\]"),
+        (lambda s: s, nn.functional.one_hot(Y, 3), r"labels\.argmax\(1\) if they are one-hot"),
+        (lambda s: s[:, None].expand(-1, 5, -1), Y[:, None].expand(-1, 5), r"outputs\.movedim\(-1, 1\)"),
+    ],
+)
+def test_cross_entropy_of_other_forms(form: Any, labels: torch.Tensor, cure: str) -> None:
+    with pytest.raises(ValueError, match=cure):
+        model(network=Returns(form)).fit((X, labels), verbose=0)
+
+
+def test_the_cure_for_several_outputs_works() -> None:
+    def own(out_0: Any, out_1: Any, labels: Any) -> Any:
+        return nn.functional.cross_entropy(out_0, labels)
+
+    assert model(own, Returns(lambda s: (s, s))).fit((X, Y), verbose=0).history["loss"][0] > 0
+
+
+def test_a_list_of_samples_with_numpys_labels() -> None:
+    samples = [(x.numpy(), np.int64(y)) for x, y in zip(X, Y, strict=True)]
+    with pytest.raises(ValueError, match=r"a list is taken as batches"):
+        model().fit(samples, verbose=0)
+
+
+def test_an_evaluation_that_computes_nothing_is_refused_in_fit_too() -> None:
+    class Own(hapi.Model):
+        def train_step(self, inputs: Any, labels: Any) -> Any:
+            outputs = self.network(*inputs)
+            return nn.functional.cross_entropy(outputs, labels), outputs
+
+    subject = Own(nn.Linear(4, 3)).prepare("sgd")
+    assert subject.fit((X, Y), verbose=0).history["loss"][0] > 0
+    with pytest.raises(ValueError, match=r"nothing to compute.*override eval_step as train_step"):
+        subject.fit((X, Y), (X, Y), verbose=0)
+
+
+def test_one_cycle_that_ends_before_the_training() -> None:
+    subject = model()
+    cycle = torch.optim.lr_scheduler.OneCycleLR(subject.optimizer, max_lr=0.1, total_steps=5)
+    subject.prepare(subject.optimizer, nn.CrossEntropyLoss(), scheduler=cycle)
+    subject.fit((X, Y), batch_size=5, epochs=2, verbose=0)
+    with pytest.raises(ValueError, match=r"made for 5 steps, of which 4 are taken, but 2 .*total_steps=6"):
+        subject.fit((X, Y), batch_size=5, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"shuffle": True}, r"RandomSampler: its rows come in the order that the sampler"),
+        ({"drop_last": True}, r"drop_last=True leaves out 1 of 10 samples"),
+        ({"sampler": DistributedSampler(range(10), 3, 0)}, r"DistributedSampler repeats 2 of 10 samples"),
+        ({"sampler": DistributedSampler(range(10), 3, 0, drop_last=True)}, r"DistributedSampler leaves out 1 of 10"),
+    ],
+)
+def test_loaders_that_do_not_give_each_sample_once_in_order(options: Any, said: str) -> None:
+    with pytest.warns(UserWarning, match=said):
+        model().predict(DataLoader(TensorDataset(X), batch_size=3, **options), verbose=0)
+
+
+def test_names_of_optimizers_in_any_case() -> None:
+    assert type(hapi.Model(nn.Linear(4, 3)).prepare("AdamW").optimizer) is torch.optim.AdamW
+
+
+def test_a_whole_pickled_network_is_refused_in_plain_text(tmp_path: Path) -> None:
+    torch.save(nn.Linear(4, 3), tmp_path / "net.pt")
+    with pytest.raises(ValueError, match=r"is not a whole checkpoint") as error:
+        model().load(tmp_path / "net")
+    assert "\x1b" not in str(error.value)

@@ -173,3 +173,13 @@ def test_a_best_model_of_early_stopping_holds_the_state_of_all_callbacks(tmp_pat
     count = Count()
     model.fit(data, data, epochs=2, resume=tmp_path / "best_model", verbose=0, callbacks=count)
     assert count.seen == 2
+
+
+def test_a_folder_of_another_network_is_not_overwritten(tmp_path):
+    resume_runs.trained(tmp_path, 2)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    other = hapi.Model(torch.nn.Linear(6, 4)).prepare("sgd", torch.nn.CrossEntropyLoss())
+    data = torch.randn(8, 6), torch.randint(3, (8,))
+    with pytest.raises(ValueError, match=r"no checkpoint to go on from: .*of another network.*another save_dir"):
+        other.fit(data, epochs=3, save_dir=tmp_path, resume=True, verbose=0)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

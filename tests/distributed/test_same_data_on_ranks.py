@@ -136,9 +136,25 @@ def test_subsets_that_differ_become_rank_0_s_with_a_warning(ranks, kind):
     assert said == 2
 
 
+class Paths(torchvision.datasets.VisionDataset):
+    """What lies under these names are paths, of unlike number a sample."""
+
+    def __init__(self) -> None:
+        super().__init__(root=".")
+        self.data, self.targets = ["a.png", "b.png"] * 4, [[1], [2, 3]] * 4
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = ramp(8)
+        return x[index], y[index]
+
+
 ALIKE: dict[str, Callable[[], Any]] = {
     "columns": lambda: rows(),
     "not contiguous": lambda: (rows(16)[0][::2], rows(16)[1].reshape(2, 8).T[:, :1]),
+    "paths of a library": Paths,
     "subset": lambda: Subset(Ramp(12), list(range(8))),
     "several": lambda: ConcatDataset([Ramp(3), Ramp(5)]),
     "half precision": lambda: TensorDataset(rows()[0], rows()[1].bfloat16()),

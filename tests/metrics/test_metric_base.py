@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+import hapi
 from hapi.metrics import Accuracy, Metric
 
 
@@ -227,3 +228,21 @@ def test_states_are_float32_where_the_device_has_no_float64():
 
     metric._placed(torch.tensor(0.0, dtype=torch.float64).as_subclass(Spy))
     assert moved == [(torch.float32, torch.device("mps"))]
+
+
+def test_a_number_that_began_as_0_keeps_its_fraction():
+    class Total(Metric):
+        def __init__(self):
+            super().__init__("total")
+            self.add_state("total", 0)
+
+        def update(self, outputs, labels):
+            self.total += float(outputs.sum())
+
+        def compute(self):
+            return self.total
+
+    network = torch.nn.Identity()
+    model = hapi.Model(network).prepare(metrics=Total())
+    data = (torch.tensor([0.25, 0.5, 0.125]), torch.zeros(3))
+    assert model.evaluate(data, batch_size=2, verbose=0)["total"] == 0.875
