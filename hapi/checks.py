@@ -6,6 +6,7 @@ import inspect
 import operator
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,6 +96,26 @@ def modules_beside(owner: Any, network: nn.Module, companions: nn.Module | None)
                 f"Model one nn.Module that holds both, or write {name}.requires_grad_(False).",
                 stacklevel=6,
             )
+
+
+def reduction(loss: Any) -> None:
+    """A loss of torch's must give a mean: a sum would be taken for one, and weigh batches by their size.
+
+    Raises:
+        ValueError: It does not.
+    """
+    function = loss.func if isinstance(loss, partial) else type(loss)
+    if not str(getattr(function, "__module__", "")).startswith("torch.nn."):
+        return  # somebody's own, which knows what it means by the word
+    given = loss.keywords.get("reduction") if isinstance(loss, partial) else getattr(loss, "reduction", None)
+    if given in ("sum", "none"):
+        name = getattr(function, "__name__", "the function")
+        what = "the sum over the batch" if given == "sum" else "a value for each sample"
+        raise ValueError(
+            f"loss received {name} with reduction={given!r}, which gives {what}, where a mean over the samples is "
+            'needed: batches differ in size. Write reduction="mean"; for a mean over something else, a function that '
+            "returns (sum, count)."
+        )
 
 
 def check_loss_has_graph(loss: torch.Tensor, network: nn.Module) -> None:

@@ -39,32 +39,29 @@ class Cursor:
         self._feed = feed
         self._learning_rate = learning_rate
         self.iterations = iterations
+        self.stopped = False
+        """Whether all ranks have agreed to end the run here."""
         self._start = BEGINNING
         self._step = 0
         self._tally: Tally | None = None
         self._at_edge = True
         self._ranks: list[Any] | None = None
 
-    @property
-    def step(self) -> int:
-        """Steps taken in this epoch, each a batch a rank."""
-        return self._step
-
-    def enter(self, start: Start, tally: Tally) -> None:
+    def begin_epoch(self, start: Start, tally: Tally) -> None:
         """An epoch starts, or is gone on with."""
         self._start, self._step, self._tally, self._ranks = start, start.step, tally, None
 
-    def set_out(self) -> None:
+    def begin_window(self) -> None:
         """Batches of the next optimizer step are read: values that belong to it are no longer those of the last."""
         self._at_edge, self._ranks = False, None
 
-    def arrive(self, steps: int) -> None:
+    def end_window(self, steps: int) -> None:
         """The optimizer step was taken, on so many batches a rank."""
         self._step += steps
         self.iterations += steps
         self._at_edge = True
 
-    def leave(self) -> None:
+    def end_epoch(self) -> None:
         """The epoch is over, its evaluation included."""
         self._start, self._step, self._tally, self._ranks = BEGINNING, 0, None, None
 
@@ -80,20 +77,28 @@ class Cursor:
         ranks = self._ranks
         if ranks is None and self._at_edge and group.get_world_size() == 1:
             ranks = [self._own()]
-        stride = self._feed.stride
-        taken = None if stride is None else self._start.taken + (self._step - self._start.step) * stride
+        feed = self._feed
+        taken = None if feed.stride is None else self._start.taken + (self._step - self._start.step) * feed.stride
         within = {"step": self._step, "taken": taken, "learning_rate": self._learning_rate()}
         return {
             "iterations": self.iterations,
-            "unit": self._feed.unit,
+            "stopped": self.stopped,
+            "unit": feed.unit,
+            "samples": feed.samples,
+            "batch": feed.batch_size if feed.unit == "batches" else None,
             "within": within if self._tally is not None and self._step else None,
             "ranks": ranks,
+            # Rank 0 draws the order that all share: with its state alone no sample is lost.
+            "data": self._data_state() if self._at_edge or feed.keeps_beginning else None,
         }
 
     def _own(self) -> dict[str, Any]:
         within = self._tally is not None and self._step > 0
         values = self._tally.state() if within and self._tally is not None else None
-        return {"values": values, "data": self._feed.state(within)}
+        return {"values": values, "data": self._data_state()}
+
+    def _data_state(self) -> Any:
+        return self._feed.state(self._tally is not None)
 
 
 def place(state: Mapping[str, Any], feed: Feed, same_world: bool) -> tuple[Within | None, str | None]:
@@ -109,16 +114,34 @@ def place(state: Mapping[str, Any], feed: Feed, same_world: bool) -> tuple[Withi
     """
     ranks, within = state["ranks"], state["within"]
     own = None if ranks is None else ranks[group.get_rank() if same_world else 0]
+    data = state.get("data") if own is None else own["data"]
+    lost = None
+    if own is None and data is not None and feed.stride is None and group.get_world_size() > 1:
+        data, lost = None, "each process has an order of its own in this data, and only rank 0's place in it was saved"
     if within is None:
-        feed.restore(own and own["data"])
-        return None, None
-    if state["unit"] != feed.unit:
-        return None, "the epoch starts anew, since the data is of another kind than it was"
-    if not same_world and feed.stride is None:
-        return None, "the epoch starts anew, since each process has an order of its own in this data"
+        feed.restore(data)
+        return None, lost
+    changed = _changed(state, feed, same_world)
+    if changed is not None:
+        return None, f"the epoch starts anew, since {changed}"
     taken = within["taken"] if within["taken"] is not None else 0
-    start = Start(within["step"], taken, own and own["data"])
+    start = Start(within["step"], taken, data)
     if ranks is None:
-        return Within(start, (), within["learning_rate"]), "the epoch's logs will be those of its rest alone"
+        lost = lost or "the epoch's logs will be those of its rest alone"
+        return Within(start, (), within["learning_rate"]), lost
     values = [rank["values"] for rank in (ranks if not same_world else ranks[group.get_rank() :][:1])]
     return Within(start, values if same_world or group.get_rank() == 0 else (), within["learning_rate"]), None
+
+
+def _changed(state: Mapping[str, Any], feed: Feed, same_world: bool) -> str | None:
+    """Why a run cannot go on in the middle of this data; None if it can."""
+    if state["unit"] != feed.unit:
+        return "the data is of another kind than it was"
+    if not same_world and feed.stride is None:
+        return "each process has an order of its own in this data"
+    samples, batch = state.get("samples"), state.get("batch")
+    if None not in (samples, feed.samples) and samples != feed.samples:
+        return f"the data has {feed.samples} samples, and had {samples}"
+    if None not in (batch, feed.batch_size) and batch != feed.batch_size:
+        return f"its batches have {feed.batch_size} samples, and had {batch}"
+    return None

@@ -166,6 +166,7 @@ class Engine:
                 "threads": torch.get_num_threads(),
                 "cursor": self.left if self.cursor is None else self.cursor.state(),
                 "form": None if self._stepper is None else self._stepper.form,
+                "frozen": [name for name, p in self.network.named_parameters() if not p.requires_grad],
             },
             "callbacks": self.running[0].state_dict() if self.running else {},
         }

@@ -84,29 +84,46 @@ def fit(run: Run, plan: FitPlan, agreement: Agreement) -> None:
         callbacks.load_state_dict(plan.resumed.callbacks)
         within = plan.resumed.within
     for epoch in range(plan.first_epoch, plan.last_epoch):
-        if within is None and plan.is_spent:
+        if within is None and (plan.is_spent or plan.cursor.stopped):
             break
-        rng.set_streams(rng.mix(run.seed, rng.EPOCH, epoch, group.get_rank()), run.stepper.device)
+        _set_streams(run, rng.EPOCH, epoch)
         callbacks.call("on_epoch_begin", epoch)
         if plan.resumed is not None and within is not None:
             callbacks.load_state_dict(plan.resumed.callbacks)
         logs = _train_epoch(run, plan, agreement, epoch, within)
         within = None
         last = epoch + 1 == plan.last_epoch or plan.is_spent or model.stop_training
+        _set_streams(run, rng.EPOCH_TRAINED, epoch)
         if plan.evaluation is not None and (last or (epoch + 1) % plan.eval_freq == 0):
             values = evaluate(run, plan.evaluation, check_in=lambda: _check_in(run, plan, agreement))
             logs |= {f"val_{name}": value for name, value in values.items()}
         run.stepper.end_epoch(logs)
         model.epochs_trained = epoch + 1
-        plan.cursor.leave()
+        plan.cursor.end_epoch()
         if callbacks.savers:
             plan.cursor.gather()
-        callbacks.call("on_epoch_end", epoch, logs=logs)
-        stops = agreement.stops()
+        _set_streams(run, rng.EPOCH_END, epoch)
+        callbacks.end_epoch(epoch, logs, lambda: _agree_to_stop(plan, agreement))
         _leave_if_told(run, plan, agreement)
-        if stops:
+        if plan.cursor.stopped:
             break
+    if callbacks.savers:
+        plan.cursor.gather()
     callbacks.call("on_train_end", logs=logs)
+    agreement.stops()
+    if agreement.signal:
+        # All that was to be saved is saved.
+        raise stopped_by(agreement.signal)
+
+
+def _agree_to_stop(plan: FitPlan, agreement: Agreement) -> None:
+    """Whether the run ends here: a checkpoint says so too, or a run that goes on from it would train further."""
+    plan.cursor.stopped = agreement.stops()
+
+
+def _set_streams(run: Run, purpose: int, epoch: int) -> None:
+    """For what is drawn outside steps: by callbacks."""
+    rng.set_streams(rng.mix(run.seed, purpose, epoch, group.get_rank()), run.stepper.device)
 
 
 def _train_epoch(run: Run, plan: FitPlan, agreement: Agreement, epoch: int, within: Within | None) -> dict[str, float]:
@@ -118,11 +135,12 @@ def _train_epoch(run: Run, plan: FitPlan, agreement: Agreement, epoch: int, with
         start = within.start
         tally.go_on_from(within.values)
         stepper.begin_at(within.learning_rate)
-    cursor.enter(start, tally)
+    cursor.begin_epoch(start, tally)
     rank, step = group.get_rank(), start.step
     stream = rng.mix(run.seed, rng.STEP, epoch)
-    for window in _windows(islice(feed.pieces(epoch, start), plan.left()), plan.accumulate):
-        cursor.set_out()
+    steps_left = 0 if cursor.stopped else plan.left()
+    for window in _windows(islice(feed.pieces(epoch, start), steps_left), plan.accumulate):
+        cursor.begin_window()
         window_total = sum(piece.total for piece in window)
         for number, piece in enumerate(window, 1):
             # Before the hook, so that what a callback draws has its place in the run too.
@@ -137,7 +155,7 @@ def _train_epoch(run: Run, plan: FitPlan, agreement: Agreement, epoch: int, with
                 tally.update(outcome.loss, outcome.weight, outcome.outputs, labels)
             if last:
                 model.steps_trained += len(window)
-                cursor.arrive(len(window))
+                cursor.end_window(len(window))
             if callbacks.wants_batch_logs("train", step):
                 callbacks.call("on_train_batch_end", step, logs=tally.logs())
             step += 1
@@ -158,6 +176,7 @@ def _ends_here(run: Run, plan: FitPlan, agreement: Agreement, tally: Tally, epoc
         Stopped: By a signal.
     """
     stops = agreement.after_step(tally, epoch, step)
+    plan.cursor.stopped = stops
     due = agreement.saves or run.callbacks.saves_at(run.model.steps_trained)
     if due or agreement.signal:
         agreement.before_save(tally, epoch, step)
@@ -211,7 +230,7 @@ def evaluate(
                 tally.update(outcome.loss, outcome.weight, outcome.outputs, labels)
             if callbacks.wants_batch_logs("eval", step):
                 callbacks.call("on_eval_batch_end", step, logs=tally.logs())
-            if check_in is not None and feed.aligned:
+            if check_in is not None and (feed.aligned or group.get_world_size() == 1):
                 check_in()
     values = tally.reduced()
     if not values:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hapi import checks
 from hapi.batch import as_arguments, is_counted
 
 # Functions that are one of the modules whose weights we know.
@@ -124,9 +125,11 @@ class Objective:
         if isinstance(loss, Sequence):
             self.module = nn.ModuleList([part for part in loss if isinstance(part, nn.Module)])
             for part in loss:
-                _check_reduction(part)
+                checks.reduction(part)
             loss = _Sum(loss)
-        _check_reduction(loss)
+        checks.reduction(loss)
+        buffers = () if self.module is None else self.module.named_buffers()
+        self._given = {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers}
         self._loss = loss
         self._known = _known_form(loss)
         # Counting costs two small kernels a step; a pass over labels that hold no ignored one turns it off.
@@ -138,17 +141,27 @@ class Objective:
             self.module.to(device)
 
     def learned(self) -> dict[str, torch.Tensor]:
-        """The parameters that the loss itself trains. Its buffers, such as class weights, are the script's."""
-        return {} if self.module is None else {name: p.detach() for name, p in self.module.named_parameters()}
+        """What training has made of the loss: its parameters, and buffers that are no longer what the script gave.
+
+        Class weights, say, are the script's, which may well give others when it goes on.
+        """
+        if self.module is None:
+            return {}
+        changed = {
+            name: buffer.detach()
+            for name, buffer in self.module.named_buffers()
+            if name not in self._given or not torch.equal(buffer.detach().cpu(), self._given[name])
+        }
+        return {name: p.detach() for name, p in self.module.named_parameters()} | changed
 
     def restore(self, learned: dict[str, torch.Tensor] | None) -> None:
         """Put back what `learned` gave, where this loss has it too."""
         if self.module is None or not learned:
             return
         with torch.no_grad():
-            for name, parameter in self.module.named_parameters():
-                if name in learned and learned[name].shape == parameter.shape:
-                    parameter.copy_(learned[name])
+            for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
+                if name in learned and learned[name].shape == tensor.shape:
+                    tensor.copy_(learned[name])
 
     def described(self) -> str:
         """What the loss computes, to be compared between ranks: its name, and the settings of torch's losses."""
@@ -294,22 +307,6 @@ class _Sum:
                 f"{loss!r}, one of a list of losses, received labels {loss.ignore_index}, which it leaves out: its "
                 f"batches weigh differently from those of the others, so that their sum is no mean. {_ONE_CALLABLE}"
             )
-
-
-def _check_reduction(loss: Any) -> None:
-    """Refuse a loss of torch's that gives no mean: a sum would be taken for one, and weigh batches by their size."""
-    function = loss.func if isinstance(loss, partial) else type(loss)
-    if not str(getattr(function, "__module__", "")).startswith("torch.nn."):
-        return  # somebody's own, which knows what it means by the word
-    given = loss.keywords.get("reduction") if isinstance(loss, partial) else getattr(loss, "reduction", None)
-    if given in ("sum", "none"):
-        name = getattr(function, "__name__", "the function")
-        what = "the sum over the batch" if given == "sum" else "a value for each sample"
-        raise ValueError(
-            f"loss received {name} with reduction={given!r}, which gives {what}, where a mean over the samples is "
-            'needed: batches differ in size. Write reduction="mean"; for a mean over something else, a function that '
-            "returns (sum, count)."
-        )
 
 
 def _described(loss: Any) -> str:

@@ -87,8 +87,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
             raise ValueError(f"it has no {', '.join(absent)}")
     except (ValueError, KeyError) as error:
         optimizer.load_state_dict(before)
+        more = len(state["param_groups"]) - len(optimizer.param_groups)
+        added = f" {more} groups more were saved: add those that training adds before it goes on." if more > 0 else ""
         raise ValueError(
-            f"The saved optimizer state does not fit this {type(optimizer).__name__} ({error}). "
+            f"The saved optimizer state does not fit this {type(optimizer).__name__} ({error}).{added} "
             "Make the optimizer as it was when saved, or pass reset_optimizer=True."
         ) from error
     # torch casts the state to the parameters' dtype: float32 moments of a bfloat16 parameter would lose bits.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,13 +38,25 @@ def start(model: Model, options: FitOptions) -> tuple[int, dict[str, Any] | None
             "Resume from a checkpoint that fit or save has written, or load the weights by model.load and start anew."
         )
     restore_threads(state["position"])
+    _freeze(model.network, state["position"].get("frozen"))
     model._engine.begun = state["position"].get("begun", 0.0)
-    if options.verbose and model.epochs_trained >= options.epochs:
+    _tell_if_done(model, options, source, state["position"]["cursor"])
+    return state["position"]["seed"], state
+
+
+def _tell_if_done(model: Model, options: FitOptions, source: str, cursor: Mapping[str, Any] | None) -> None:
+    if not options.verbose:
+        return
+    if model.epochs_trained >= options.epochs:
         say(
             f"hapi: {source} has {model.epochs_trained} epochs, and epochs={options.epochs} counts the whole run: "
             "nothing is left to train"
         )
-    return state["position"]["seed"], state
+    elif cursor is not None and cursor.get("stopped"):
+        say(
+            f"hapi: the run of {source} was ended by stop_training (of EarlyStopping, say): nothing is left to train. "
+            f'model.load("{source}") and another fit train on'
+        )
 
 
 def _tell_of_others(options: FitOptions) -> None:
@@ -114,6 +126,8 @@ class Resumed:
     """Where in its first epoch it starts; None: at the beginning."""
     iterations: int
     """Training steps that it has taken."""
+    stopped: bool
+    """Whether it was ended by a wish to stop, a callback's or the script's."""
 
 
 def take_over(state: Mapping[str, Any], train: Feed) -> Resumed:
@@ -125,14 +139,24 @@ def take_over(state: Mapping[str, Any], train: Feed) -> Resumed:
     """
     position = state["position"]
     same_world = position["world_size"] == group.get_world_size()
-    within, iterations = None, 0
+    within, iterations, stopped = None, 0, False
     # None: saved outside a fit.
     if position["cursor"] is not None:
         within, remark = cursor.place(position["cursor"], train, same_world)
         iterations = position["cursor"]["iterations"]
+        stopped = position["cursor"].get("stopped", False)
         if remark is not None:
             warnings.warn(f"The resumed run does not go on quite where it was: {remark}.", stacklevel=4)
-    return Resumed(position["form"] if same_world else None, state["callbacks"], within, iterations)
+    return Resumed(position["form"] if same_world else None, state["callbacks"], within, iterations, stopped)
+
+
+def _freeze(network: nn.Module, names: Sequence[str] | None) -> None:
+    """Train and leave alone the parameters that the run did: a callback may have changed that on the way."""
+    if names is None:
+        return
+    for name, parameter in network.named_parameters():
+        if parameter.requires_grad == (name in names):
+            parameter.requires_grad_(name not in names)
 
 
 def restore_threads(position: dict[str, object]) -> None:

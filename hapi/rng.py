@@ -20,7 +20,7 @@ import torch
 _MASK = (1 << 64) - 1
 
 # Purposes, the second word of each key.
-ORDER, FETCH, STEP, EVALUATE, EPOCH = range(5)
+ORDER, FETCH, STEP, EVALUATE, EPOCH, EPOCH_TRAINED, EPOCH_END = range(7)
 
 
 def seed(n: int) -> None:

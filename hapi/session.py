@@ -75,7 +75,7 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
         train, evaluation, cursor, params["first_epoch"], params["last_epoch"], options.eval_freq,
         options.accumulate_grad_batches, options.num_iters, resumed,
     )  # fmt: skip
-    model.stop_training = False
+    model.stop_training = cursor.stopped = resumed is not None and resumed.stopped
     stepper.sync(parameters=True)
     report.announce(stepper, train, options)
     engine.seed, engine.cursor = seed, cursor

@@ -35,7 +35,7 @@ import difflib
 import inspect
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 Logs = dict[str, Any]
@@ -203,6 +203,23 @@ class CallbackList:
                 callback.on_exception(*args)
             else:
                 getattr(callback, hook)(*args, dict(logs or {}))
+
+    def end_epoch(self, epoch: int, logs: Mapping[str, Any], agree: Callable[[], None]) -> None:
+        """Call ``on_epoch_end`` of all callbacks.
+
+        Args:
+            epoch: The epoch's number, from 0.
+            logs: Its values.
+            agree: Called once, before those that save: what the others have asked for is then known to all ranks.
+        """
+        agreed = False
+        for callback in self.callbacks:
+            if not agreed and isinstance(callback, Saver):
+                agree()
+                agreed = True
+            callback.on_epoch_end(epoch, dict(logs))
+        if not agreed:
+            agree()
 
     def wants_batch_logs(self, kind: str, step: int) -> bool:
         """Whether any callback looks at the values after this step.

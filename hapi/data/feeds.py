@@ -72,6 +72,8 @@ class Feed(ABC):
     aligned: bool = False
     stride: int | None = None
     unit: str = "parts"
+    keeps_beginning: bool = False
+    """Whether `state` within an epoch is that of its beginning; otherwise it is that of the last step's edge."""
     floats: torch.dtype | None = None
     """What float64 arrays in batches become; see `hapi.batch.tensor_of`."""
 

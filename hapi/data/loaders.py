@@ -198,6 +198,8 @@ def _len(order: Any) -> int | None:
 class SharedLoaderFeed(Feed):
     """A map-style DataLoader whose order is drawn on rank 0 and shared out."""
 
+    keeps_beginning = True
+
     def __init__(self, loader: DataLoader[Any], device: torch.device, seed: int, lockstep: bool) -> None:
         super().__init__(device)
         self._given = loader

@@ -1,0 +1,276 @@
+"""What a run has become on the way, beyond weights and counters, is there again after a resume: to the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hapi
+from hapi.callbacks import Callback, EarlyStopping, ModelCheckpoint
+
+X = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
+Y = X[:, :3].argmax(1)
+
+
+class Cut(RuntimeError):
+    """The process is ended here, as it were."""
+
+
+class CutAt(Callback):
+    """Ends a run after an epoch, when its checkpoint is written."""
+
+    _place = 10**6
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch + 1 == self.epoch:
+            raise Cut
+
+
+def model(loss: Any = None, **options: Any) -> hapi.Model:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 3))
+    return hapi.Model(net).prepare("adam", loss or nn.CrossEntropyLoss(), **options)
+
+
+def fit(subject: hapi.Model, folder: Path, epochs: int, data: Any = (X, Y), **options: Any) -> Any:
+    if not isinstance(data, DataLoader):
+        options = {"batch_size": 5, **options}
+    return subject.fit(data, epochs=epochs, seed=7, verbose=0, save_dir=folder, **options).history
+
+
+def same(one: hapi.Model, other: hapi.Model) -> bool:
+    pairs = zip(one.network.state_dict().values(), other.network.state_dict().values(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def cut_and_resumed(tmp_path: Path, make: Callable[[], Any], callbacks: Callable[[], list[Any]], cut: int) -> Any:
+    """Two models: one trained for four epochs, one that was cut off and went on."""
+    straight, first, second = make(), make(), make()
+    fit(straight, tmp_path / "straight", 4, callbacks=callbacks())
+    with pytest.raises(Cut):
+        fit(first, tmp_path / "cut", 4, callbacks=[*callbacks(), CutAt(cut)])
+    fit(second, tmp_path / "cut", 4, callbacks=callbacks(), resume=True)
+    return straight, second
+
+
+class StopsAt(Callback):
+    def __init__(self, epoch: int, step: int | None = None) -> None:
+        self.epoch, self.step = epoch, step
+
+    def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+        if self.step == step and self.model.epochs_trained + 1 == self.epoch:
+            self.model.stop_training = True
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self.step is None and epoch + 1 == self.epoch:
+            self.model.stop_training = True
+
+
+@pytest.mark.parametrize("stops", [lambda: StopsAt(2), lambda: EarlyStopping("loss", patience=0, min_delta=10.0)])
+def test_a_run_that_was_told_to_stop_trains_no_further(tmp_path: Path, stops: Callable[[], Any], capsys: Any) -> None:
+    straight, second = cut_and_resumed(tmp_path, model, lambda: [stops()], 2)
+    assert straight.epochs_trained == second.epochs_trained == 2
+    assert same(straight, second)
+    third = model()
+    third.fit((X, Y), batch_size=5, epochs=4, save_dir=tmp_path / "cut", resume=True)
+    assert third.epochs_trained == 2
+    assert "was ended by stop_training" in capsys.readouterr().out
+
+
+def test_a_stop_within_an_epoch_holds_for_a_run_that_goes_on_from_there(tmp_path: Path) -> None:
+    class Saves(ModelCheckpoint):
+        def save_within(self, stopping: bool) -> None:
+            super().save_within(stopping)
+            if self.model.stop_training:
+                raise Cut
+
+    straight, second = model(), model()
+    history = straight.fit((X, Y), (X, Y), 5, 3, seed=7, verbose=0, callbacks=[StopsAt(2, 1)]).history
+    with pytest.raises(Cut):
+        model().fit(
+            (X, Y), (X, Y), 5, 3, seed=7, verbose=0,
+            callbacks=[StopsAt(2, 1), Saves(save_dir=tmp_path, every_n_steps=1)],
+        )  # fmt: skip
+    resumed = second.fit(
+        (X, Y), (X, Y), 5, 3, seed=7, verbose=0, save_dir=tmp_path, resume=True, callbacks=[StopsAt(2, 1)]
+    )  # fmt: skip
+    assert resumed.history == history
+    assert same(straight, second)
+
+
+class Centered(nn.Module):
+    """A loss with a running centre, as of self-distillation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(3))
+        self.register_buffer("hidden", torch.zeros(3), persistent=False)
+        self.register_buffer("weight", torch.ones(3))
+
+    def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        moved = outputs - self.center - self.hidden
+        if torch.is_grad_enabled():
+            self.center = 0.9 * self.center + 0.1 * outputs.detach().mean(0)
+            self.hidden.add_(0.01)
+        return nn.functional.cross_entropy(moved, labels, self.weight)
+
+
+def test_buffers_of_a_loss_that_training_changes_are_there_again(tmp_path: Path) -> None:
+    straight, second = cut_and_resumed(tmp_path, lambda: model(Centered()), list, 2)
+    assert same(straight, second)
+    # What training leaves alone is the script's, which may give another value when it goes on.
+    third = model(Centered())
+    third.loss.weight.fill_(2.0)
+    third.load(tmp_path / "cut" / "2")
+    assert third.loss.weight.tolist() == [2.0] * 3
+    assert third.loss.center.abs().sum() > 0
+
+
+class Freezes(Callback):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            self.model.network[0].requires_grad_(False)
+
+
+def test_layers_that_were_frozen_on_the_way_stay_so(tmp_path: Path) -> None:
+    straight, second = cut_and_resumed(tmp_path, model, lambda: [Freezes()], 3)
+    assert same(straight, second)
+    assert not second.network[0].weight.requires_grad
+
+
+class NoiseAt(Callback):
+    """Draws from all three generators in a hook between steps."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self.draw)
+
+    def draw(self, *_: Any, logs: Any = None) -> None:
+        with torch.no_grad():
+            self.model.network[0].bias.add_(0.01 * torch.randn(8))
+
+
+@pytest.mark.parametrize("hook", ["on_epoch_end", "on_eval_begin", "on_eval_end"])
+def test_what_hooks_between_steps_draw(tmp_path: Path, hook: str) -> None:
+    """Going on from the last step of an epoch, and from its end."""
+    straight, second, third = model(), model(), model()
+    options: dict[str, Any] = {"eval_data": (X, Y)}
+    fit(straight, tmp_path, 3, callbacks=NoiseAt(hook), **options)
+    saver = ModelCheckpoint(save_dir=tmp_path / "cut", every_n_steps=5, keep_last=9)
+    fit(model(), tmp_path / "cut", 1, callbacks=[NoiseAt(hook), saver], **options)
+    fit(second, tmp_path / "b", 3, callbacks=NoiseAt(hook), resume=tmp_path / "cut" / "step_5", **options)
+    fit(third, tmp_path / "c", 3, callbacks=NoiseAt(hook), resume=tmp_path / "cut" / "1", **options)
+    assert same(straight, second) and same(straight, third)
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """Notes which rows are read."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        return X[index], Y[index]
+
+
+class SavesAt(Callback):
+    def __init__(self, path: Path, epoch: int, step: int) -> None:
+        self.path, self.at = path, (epoch, step)
+
+    def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+        if (self.model.epochs_trained, step) == self.at:
+            self.model.save(self.path)
+            raise Cut
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_a_save_of_ones_own_within_a_window_loses_no_sample(tmp_path: Path, step: int) -> None:
+    """A loader's own generator: its order is drawn from where it stood when the epoch began."""
+
+    def loader(data: Rows) -> Any:
+        return DataLoader(data, batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+    straight, first, second = Rows(), Rows(), Rows()
+    saves = SavesAt(tmp_path / "x", 1, step)
+    fit(model(), tmp_path / "a", 2, loader(straight), accumulate_grad_batches=2)
+    with pytest.raises(Cut):
+        fit(model(), tmp_path / "b", 2, loader(first), accumulate_grad_batches=2, callbacks=saves)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(model(), tmp_path / "b", 2, loader(second), accumulate_grad_batches=2, resume=tmp_path / "x")
+    taken = 6 * (step // 2) + (6 if step % 2 else 0)
+    assert second.read == straight.read[24 + taken :]
+
+
+def test_data_of_another_size_starts_the_epoch_anew(tmp_path: Path) -> None:
+    with pytest.raises(Cut):
+        fit(model(), tmp_path, 2, callbacks=[ModelCheckpoint(every_n_steps=1), SavesAt(tmp_path / "x", 1, 2)])
+    for data, said in (
+        ((X[:20], Y[:20]), "the data has 20 samples, and had 24"),
+        (DataLoader(TensorDataset(X, Y), batch_size=3), "the data is of another kind than it was"),
+    ):
+        with pytest.warns(UserWarning, match=f"the epoch starts anew, since {said}"):
+            fit(model(), tmp_path / "other", 2, data, resume=tmp_path / "x")
+
+
+def test_batches_of_another_size_start_the_epoch_anew(tmp_path: Path) -> None:
+    def loader(size: int) -> Any:
+        return DataLoader(TensorDataset(X, Y), batch_size=size)
+
+    with pytest.raises(Cut):
+        fit(model(), tmp_path, 2, loader(5), callbacks=SavesAt(tmp_path / "x", 1, 2))
+    with pytest.warns(UserWarning, match="its batches have 4 samples, and had 5"):
+        fit(model(), tmp_path / "other", 2, loader(4), resume=tmp_path / "x")
+
+
+class Signals(Callback):
+    """Gets SIGTERM in a hook."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self.send)
+
+    def send(self, *_: Any, logs: Any = None) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("hook", ["on_train_end", "on_epoch_end", "on_eval_begin"])
+def test_a_signal_at_the_end_of_a_run_is_heard(tmp_path: Path, hook: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        fit(model(), tmp_path, 1, eval_data=(X, Y), callbacks=Signals(hook))
+    assert ended.value.code == 143
+    again = model()
+    fit(again, tmp_path, 1, eval_data=(X, Y), resume=True)
+    assert again.epochs_trained == 1
+
+
+def test_a_signal_ends_an_evaluation_whose_batches_tell_no_size_beforehand(tmp_path: Path) -> None:
+    steps: list[int] = []
+
+    class Once(Callback):
+        def on_eval_batch_end(self, step: int, logs: Any = None) -> None:
+            steps.append(step)
+            if step == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def collate(samples: list[Any]) -> Any:
+        return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
+
+    evaluation = DataLoader(TensorDataset(X, Y), batch_size=2, collate_fn=collate)
+    with pytest.raises(SystemExit):
+        fit(model(), tmp_path, 1, eval_data=evaluation, callbacks=Once())
+    assert steps == [0, 1]
