@@ -201,6 +201,21 @@ def passing_buffers(network: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in network.named_buffers() if name in names}
 
 
+def restore_passing_buffers(network: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
+    """Put back what `passing_buffers` gave, of buffers that have grown or were filled on the way too."""
+    for name, value in saved.items():
+        prefix, _, leaf = name.rpartition(".")
+        owner = dict(network.named_modules()).get(prefix)
+        if owner is None or leaf not in owner._non_persistent_buffers_set:
+            continue
+        buffer = owner._buffers[leaf]
+        if buffer is not None and buffer.shape == value.shape:
+            buffer.data.copy_(value)
+        else:
+            near = buffer if buffer is not None else next(network.parameters(), value)
+            owner._buffers[leaf] = value.to(near.device, copy=True)
+
+
 class UnfitError(ValueError):
     """A whole checkpoint is of another network."""
 

@@ -31,16 +31,29 @@ class Cursor:
 
     Args:
         feed: The training data.
+        evaluation: That of the evaluations in between, or None.
         learning_rate: Gives that of the last step.
         iterations: Training steps that the run had taken when it was resumed.
+        first_epoch: Epochs that were trained when the run began.
     """
 
-    def __init__(self, feed: Feed, learning_rate: Callable[[], float], iterations: int) -> None:
+    def __init__(
+        self,
+        feed: Feed,
+        evaluation: Feed | None,
+        learning_rate: Callable[[], float],
+        iterations: int,
+        first_epoch: int,
+    ) -> None:
         self._feed = feed
+        self._evaluation = evaluation
+        self._first_epoch = first_epoch
         self._learning_rate = learning_rate
         self.iterations = iterations
         self.stopped = False
         """Whether all ranks have agreed to end the run here."""
+        self.evaluating = False
+        """Whether an evaluation is under way, which a run that goes on makes anew."""
         self._start = BEGINNING
         self._step = 0
         self._tally: Tally | None = None
@@ -83,6 +96,7 @@ class Cursor:
         return {
             "iterations": self.iterations,
             "stopped": self.stopped,
+            "first_epoch": self._first_epoch,
             "unit": feed.unit,
             "samples": feed.samples,
             "batch": feed.batch_size if feed.unit == "batches" else None,
@@ -90,6 +104,7 @@ class Cursor:
             "ranks": ranks,
             # Rank 0 draws the order that all share: with its state alone no sample is lost.
             "data": self._data_state() if self._at_edge or feed.keeps_beginning else None,
+            "evaluation": None if self._evaluation is None else self._evaluation.state(self.evaluating),
         }
 
     def _own(self) -> dict[str, Any]:

@@ -42,6 +42,8 @@ class Engine:
         """When the last run was begun, in seconds since 1970; one that is resumed keeps it. 0: there was none."""
         self.cursor: Cursor | None = None
         """Of the fit under way."""
+        self.fits = 0
+        """Calls of fit in this process."""
         self.left: dict[str, Any] | None = None
         """The cursor's state at the end of the last fit; the data itself is let go."""
         self._steps = (train_step, eval_step)
@@ -166,6 +168,7 @@ class Engine:
                 "threads": torch.get_num_threads(),
                 "cursor": self.left if self.cursor is None else self.cursor.state(),
                 "form": None if self._stepper is None else self._stepper.form,
+                "fit": self.fits,
                 "frozen": [name for name, p in self.network.named_parameters() if not p.requires_grad],
             },
             "callbacks": self.running[0].state_dict() if self.running else {},
@@ -190,9 +193,7 @@ class Engine:
                     prepared.schedule.restore(before)
                 raise
         prepared.objective.restore(state["loss"])
-        for name, buffer in checkpoint.passing_buffers(self.network).items():
-            if name in state["buffers"] and state["buffers"][name].shape == buffer.shape:
-                buffer.data.copy_(state["buffers"][name])
+        checkpoint.restore_passing_buffers(self.network, state["buffers"])
         if prepared.scaler is not None and state["scaler"]:
             prepared.scaler.load_state_dict(state["scaler"])
         elif prepared.scaler is None:

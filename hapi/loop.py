@@ -95,8 +95,7 @@ def fit(run: Run, plan: FitPlan, agreement: Agreement) -> None:
         last = epoch + 1 == plan.last_epoch or plan.is_spent or model.stop_training
         _set_streams(run, rng.EPOCH_TRAINED, epoch)
         if plan.evaluation is not None and (last or (epoch + 1) % plan.eval_freq == 0):
-            values = evaluate(run, plan.evaluation, check_in=lambda: _check_in(run, plan, agreement))
-            logs |= {f"val_{name}": value for name, value in values.items()}
+            logs |= _evaluate_within(run, plan, plan.evaluation, agreement)
         run.stepper.end_epoch(logs)
         model.epochs_trained = epoch + 1
         plan.cursor.end_epoch()
@@ -114,6 +113,14 @@ def fit(run: Run, plan: FitPlan, agreement: Agreement) -> None:
     if agreement.signal:
         # All that was to be saved is saved.
         raise stopped_by(agreement.signal)
+
+
+def _evaluate_within(run: Run, plan: FitPlan, feed: Feed, agreement: Agreement) -> dict[str, float]:
+    """The evaluation of an epoch, which a run that is stopped within it makes anew when it goes on."""
+    plan.cursor.evaluating = True
+    values = evaluate(run, feed, check_in=lambda: _check_in(run, plan, agreement))
+    plan.cursor.evaluating = False
+    return {f"val_{name}": value for name, value in values.items()}
 
 
 def _agree_to_stop(plan: FitPlan, agreement: Agreement) -> None:

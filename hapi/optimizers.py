@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -96,6 +96,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     # torch casts the state to the parameters' dtype: float32 moments of a bfloat16 parameter would lose bits.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, saved in state["state"].items():
+        if not isinstance(index, int) or not isinstance(saved, Mapping):
+            continue  # what an optimizer of somebody's own keeps beside the parameters
         for name, value in saved.items():
             current = optimizer.state[parameters[index]].get(name)
             if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor) and current.dtype != value.dtype:

@@ -41,13 +41,14 @@ def start(model: Model, options: FitOptions) -> tuple[int, dict[str, Any] | None
     _freeze(model.network, state["position"].get("frozen"))
     model._engine.begun = state["position"].get("begun", 0.0)
     _tell_if_done(model, options, source, state["position"]["cursor"])
-    return state["position"]["seed"], state
+    # None: saved outside a fit.
+    return seed if state["position"]["seed"] is None else state["position"]["seed"], state
 
 
 def _tell_if_done(model: Model, options: FitOptions, source: str, cursor: Mapping[str, Any] | None) -> None:
     if not options.verbose:
         return
-    if model.epochs_trained >= options.epochs:
+    if model.epochs_trained >= options.epochs + (0 if cursor is None else cursor.get("first_epoch", 0)):
         say(
             f"hapi: {source} has {model.epochs_trained} epochs, and epochs={options.epochs} counts the whole run: "
             "nothing is left to train"
@@ -87,7 +88,7 @@ def find(options: FitOptions, network: nn.Module) -> str | None:
     run = group.run_name() if options.resume is None else None
     folder = options.save_dir
     if options.resume is not None and not isinstance(options.resume, bool):
-        given = str(options.resume)
+        given = str(options.resume).rstrip("/\\") or "/"
         if not group.broadcast_object(Path(given).is_dir() and not checkpoint.weights_path(given).exists()):
             return given
         folder = given
@@ -128,26 +129,33 @@ class Resumed:
     """Training steps that it has taken."""
     stopped: bool
     """Whether it was ended by a wish to stop, a callback's or the script's."""
+    first_epoch: int
+    """Epochs that were trained when it began, by earlier calls of fit."""
 
 
-def take_over(state: Mapping[str, Any], train: Feed) -> Resumed:
+def take_over(state: Mapping[str, Any], train: Feed, evaluation: Feed | None) -> Resumed:
     """What the run takes over from the training state of its checkpoint.
 
     Args:
         state: Of `Engine.training_state`.
         train: The training data, which is told where it stands.
+        evaluation: The evaluation data, likewise.
     """
     position = state["position"]
     same_world = position["world_size"] == group.get_world_size()
-    within, iterations, stopped = None, 0, False
+    within, iterations, stopped, first_epoch = None, 0, False, 0
     # None: saved outside a fit.
     if position["cursor"] is not None:
         within, remark = cursor.place(position["cursor"], train, same_world)
         iterations = position["cursor"]["iterations"]
         stopped = position["cursor"].get("stopped", False)
+        first_epoch = position["cursor"].get("first_epoch", 0)
+        if evaluation is not None:
+            evaluation.restore(position["cursor"].get("evaluation"))
         if remark is not None:
             warnings.warn(f"The resumed run does not go on quite where it was: {remark}.", stacklevel=4)
-    return Resumed(position["form"] if same_world else None, state["callbacks"], within, iterations, stopped)
+    form = position["form"] if same_world else None
+    return Resumed(form, state["callbacks"], within, iterations, stopped, first_epoch)
 
 
 def _freeze(network: nn.Module, names: Sequence[str] | None) -> None:

@@ -60,17 +60,19 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
 
     stepper = engine.ready()
     chosen = _agreed_callbacks(model, eval_data, callbacks, options)
+    engine.fits += 1
     seed, state = resuming.start(model, options)
     requests = _requests(options, seed, train_data, eval_data, floats_for(model.network))
     train = make_feed(train_data, requests[0], stepper.device)
     evaluation = None if eval_data is None else make_feed(eval_data, requests[1], stepper.device)
-    resumed = None if state is None else resuming.take_over(state, train)
-    params = _fit_params(model, options, train, evaluation, resumed is not None)
+    resumed = None if state is None else resuming.take_over(state, train, evaluation)
+    begun = (0, model.epochs_trained) if resumed is None else (resumed.iterations, resumed.first_epoch)
+    params = _fit_params(model, options, train, evaluation, begun[1])
     if engine.prepared.schedule is not None:
         engine.prepared.schedule.check(params["metrics"], _planned_updates(params, options))
     _refuse_unwritable([options.save_dir, *(getattr(callback, "save_dir", None) for callback in chosen)])
     run = loop.Run(model, engine.split, stepper, engine.prepared.metrics, CallbackList(chosen, model, params), seed)
-    cursor = Cursor(train, lambda: stepper.learning_rate, 0 if resumed is None else resumed.iterations)
+    cursor = Cursor(train, evaluation, lambda: stepper.learning_rate, *begun)
     plan = loop.FitPlan(
         train, evaluation, cursor, params["first_epoch"], params["last_epoch"], options.eval_freq,
         options.accumulate_grad_batches, options.num_iters, resumed,
@@ -248,7 +250,7 @@ def _requests(
 
 
 def _fit_params(
-    model: Model, options: FitOptions, train: Feed, evaluation: Feed | None, resumed: bool
+    model: Model, options: FitOptions, train: Feed, evaluation: Feed | None, begun_at: int
 ) -> dict[str, Any]:
     names = [*_log_names(model), "lr"]
     if evaluation is not None:
@@ -258,7 +260,7 @@ def _fit_params(
         "epochs": options.epochs,
         "first_epoch": model.epochs_trained,
         # A run that goes on counts its epochs from its own start.
-        "last_epoch": options.epochs if resumed else model.epochs_trained + options.epochs,
+        "last_epoch": begun_at + options.epochs,
         "steps": train.steps,
         "samples": train.samples,
         "metrics": names,

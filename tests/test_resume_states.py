@@ -275,3 +275,106 @@ def test_a_signal_ends_an_evaluation_whose_batches_tell_no_size_beforehand(tmp_p
     with pytest.raises(SystemExit):
         fit(model(), tmp_path, 1, eval_data=evaluation, callbacks=Once())
     assert steps == [0, 1]
+
+
+def test_a_checkpoint_of_no_fit_is_gone_on_from(tmp_path: Path) -> None:
+    subject = model()
+    fit(subject, tmp_path / "a", 1)
+    again = model()
+    again.load(tmp_path / "a" / "1")
+    again.save(tmp_path / "b" / "loaded")
+    by_hand = model()
+    by_hand.train_batch(X, Y)
+    by_hand.save(tmp_path / "c" / "init")
+    for resume, epochs in ((tmp_path / "b" / "loaded", 2), (f"{tmp_path / 'b'}/", 2), (f"{tmp_path / 'c'}/", 1)):
+        fresh = model()
+        fit(fresh, tmp_path / "d", epochs, resume=resume)
+        assert fresh.epochs_trained == epochs
+
+
+def test_a_fit_after_another_counts_its_own_epochs_when_it_goes_on(tmp_path: Path) -> None:
+    def script(subject: hapi.Model, *cut: Any) -> hapi.Model:
+        fit(subject, tmp_path / "a", 2, resume=True)
+        fit(subject, tmp_path / "b", 3, resume=True, callbacks=list(cut))
+        return subject
+
+    with pytest.raises(Cut):
+        script(model(), CutAt(4))
+    resumed = script(model())
+    straight = model()
+    fit(straight, tmp_path / "c", 2)
+    fit(straight, tmp_path / "d", 3)
+    assert resumed.epochs_trained == straight.epochs_trained == 5
+    assert same(resumed, straight)
+
+
+class Grows(nn.Module):
+    """Buffers that no state dict holds: one that grows, one that is filled on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("bank", torch.zeros(0, 6), persistent=False)
+        self.register_buffer("last", None, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.bank = torch.cat([self.bank, x.detach()])[-20:]
+            self.last = x.detach().mean(0)
+        mean = x if self.last is None else x + self.last
+        return self.layer(mean + (self.bank.mean(0) if len(self.bank) else 0.0))
+
+
+def test_buffers_that_no_state_dict_holds_may_grow(tmp_path: Path) -> None:
+    def made() -> hapi.Model:
+        torch.manual_seed(0)
+        return hapi.Model(Grows()).prepare("sgd", nn.CrossEntropyLoss())
+
+    straight, second = cut_and_resumed(tmp_path, made, list, 2)
+    assert same(straight, second)
+    assert torch.equal(straight.network.bank, second.network.bank)
+
+
+def test_the_generator_of_the_evaluation_goes_on_too(tmp_path: Path) -> None:
+    def loader() -> Any:
+        return DataLoader(TensorDataset(X, Y), batch_size=5, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+    class Noisy(hapi.Model):
+        """Draws by the batch, so that the order shows in the values."""
+
+        def eval_step(self, inputs: Any, labels: Any) -> Any:
+            loss, outputs = super().eval_step(inputs, labels)
+            return loss * torch.rand(()), outputs
+
+    def made() -> hapi.Model:
+        torch.manual_seed(0)
+        return Noisy(nn.Linear(6, 3)).prepare("sgd", nn.CrossEntropyLoss())
+
+    straight, second = made(), made()
+    expected = fit(straight, tmp_path / "a", 3, eval_data=loader())
+    with pytest.raises(Cut):
+        fit(made(), tmp_path / "b", 3, eval_data=loader(), callbacks=CutAt(2))
+    assert fit(second, tmp_path / "b", 3, eval_data=loader(), resume=True) == expected
+
+
+class Odd(torch.optim.Optimizer):
+    """Keeps a state beside those of the parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.state["all"] = {"steps": 0}
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.state["all"]["steps"] += 1
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad, alpha=0.1 / self.state["all"]["steps"])
+
+
+def test_an_optimizer_with_a_state_beside_its_parameters(tmp_path: Path) -> None:
+    def made() -> hapi.Model:
+        torch.manual_seed(0)
+        return hapi.Model(nn.Linear(6, 3)).prepare(Odd, nn.CrossEntropyLoss())
+
+    straight, second = cut_and_resumed(tmp_path, made, list, 2)
+    assert same(straight, second) and second.optimizer.state["all"]["steps"] == 20
