@@ -7,7 +7,6 @@ id: a pair is whole only if the ids agree, since two files cannot be renamed in 
 
 from __future__ import annotations
 
-import glob
 import math
 import uuid
 import warnings
@@ -112,40 +111,21 @@ def write(path: str | Path, snapshot: Snapshot) -> None:
         tensorfile.write(Path(path), snapshot.weights)
         return
     training_file, weights_file = training_path(path), weights_path(path)
-    # The new training state waits under a name of its own until the weights that it belongs to are in place: at every
-    # moment there is a training state with the id of the weights.
-    waiting = _waiting_path(training_file, snapshot.training["id"])
+    from hapi import pairs
+
     with (
         files.draft(training_file, partial(files.save_object, snapshot.training)) as new_training,
         files.draft(weights_file, partial(files.save_object, snapshot.weights)) as new_weights,
-        files.alone(weights_file.parent),
+        pairs.alone(weights_file.parent),
     ):
-        files.rename(new_training, waiting)
-        try:
-            files.rename(new_weights, weights_file)
-        except BaseException:
-            waiting.unlink(missing_ok=True)
-            raise
-        files.rename(waiting, training_file)
-        _remove_waiting(training_file)
+        pairs.put(new_weights, weights_file, new_training, training_file, snapshot.training["id"])
 
 
 def remove(path: str | Path) -> None:
-    """Delete both files, as far as they are there: the weights first, without which nobody looks at the rest."""
-    training_file = training_path(path)
-    weights_path(path).unlink(missing_ok=True)
-    training_file.unlink(missing_ok=True)
-    _remove_waiting(training_file)
+    """Delete both files, as far as they are there."""
+    from hapi import pairs
 
-
-def _remove_waiting(training_file: Path) -> None:
-    """Training states of saves to this path that were ended by a kill."""
-    for leftover in training_file.parent.glob(f".{glob.escape(training_file.name)}.{'[0-9a-f]' * 32}"):
-        leftover.unlink(missing_ok=True)
-
-
-def _waiting_path(training_file: Path, identity: str) -> Path:
-    return training_file.with_name(f".{training_file.name}.{identity}")
+    pairs.remove(weights_path(path), training_path(path))
 
 
 @dataclass(frozen=True)
@@ -270,10 +250,9 @@ def read_training(path: str | Path, identity: str | None) -> dict[str, Any] | No
     Raises:
         ValueError: It is damaged, or of another save than the weights.
     """
-    source = training_path(path)
-    if identity is not None and _waiting_path(source, identity).exists():
-        # The process was ended between the two renames of `save`.
-        source = _waiting_path(source, identity)
+    from hapi import pairs
+
+    source = pairs.training_of(training_path(path), identity)
     if not source.exists():
         return None
     content = files.read(source)
@@ -313,6 +292,8 @@ def newest(folder: str | Path, network: nn.Module, run: str | None = None) -> tu
     Raises:
         UnfitError: All that are whole are of another network.
     """
+    from hapi import pairs
+
     passed_over: list[str] = []
     unfit: UnfitError | None = None
     for path in sorted(Path(folder).glob("[!.]*.pt"), key=_age, reverse=True):
@@ -320,7 +301,7 @@ def newest(folder: str | Path, network: nn.Module, run: str | None = None) -> tu
             continue
         try:
             # Another run that saves here puts no other pair in its place meanwhile.
-            with files.alone(path.parent, reading=True):
+            with pairs.alone(path.parent, reading=True):
                 weights = read_weights(path)
                 training = read_training(path, weights.identity)
             if training is None:

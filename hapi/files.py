@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
-import importlib
 import io
 import os
 import re
@@ -21,11 +20,6 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-try:
-    fcntl: Any = importlib.import_module("fcntl")
-except ImportError:  # Windows
-    fcntl = None
-
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 # Nearly all that a checkpoint holds beside tensors: training waits while it is looked through.
 _PLAIN_AT_ONCE = {type(None), bool, float, str}
@@ -38,7 +32,6 @@ _EXACT: dict[type, Callable[[Any], Any]] = {
 _LARGEST_INT_BITS = 1000
 _DEEPEST = 100
 _LEFT_FOR_GOOD = 3600.0
-_LONGEST_WAIT = 30.0
 
 
 def write(path: Path, content: Any) -> None:
@@ -138,32 +131,6 @@ def rename(source: Path, target: Path) -> None:
     with _explained(target):
         os.replace(source, target)
         _flush_folder(target.parent)
-
-
-@contextmanager
-def alone(folder: Path, reading: bool = False) -> Iterator[None]:
-    """No other process is within this context for the same folder, where the file system has locks.
-
-    The lock is waited for half a minute at most: a process may hold it that was stopped for good.
-
-    Args:
-        folder: One that is there.
-        reading: Others that read may be within it.
-    """
-    if fcntl is None:
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        locked = _lock(descriptor, fcntl.LOCK_SH if reading else fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            if locked:
-                # Not by closing: a data worker that was started meanwhile has the descriptor too.
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-    finally:
-        os.close(descriptor)
 
 
 def sweep(folder: Path) -> None:
@@ -348,19 +315,6 @@ def _explained(path: Path) -> Iterator[None]:
             f"{path} could not be written ({_first_line(error)}); what was there before is untouched. "
             "Check that the folder exists, may be written to and has space left, or save to another place."
         ) from error
-
-
-def _lock(descriptor: int, kind: int) -> bool:
-    give_up = time.monotonic() + _LONGEST_WAIT
-    while time.monotonic() < give_up:
-        try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            time.sleep(0.001)
-        except OSError:  # a file system without locks
-            return False
-    return False
 
 
 def _flush(path: Path) -> None:

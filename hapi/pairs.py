@@ -1,0 +1,116 @@
+"""Two files that belong together: renamed one after the other, and a whole pair at every moment.
+
+The new training state waits under a name of its own until the weights that it belongs to are in place, so that there
+is always one with the id of the weights. Imported by a process that saves or loads.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hapi import files
+
+try:
+    fcntl: Any = importlib.import_module("fcntl")
+except ImportError:  # Windows
+    fcntl = None
+
+_LONGEST_WAIT = 30.0
+
+
+def put(new_weights: Path, weights_file: Path, new_training: Path, training_file: Path, identity: str) -> None:
+    """Rename both files into place, the weights last but one, within `alone`.
+
+    Args:
+        new_weights: The draft of the weights.
+        weights_file: Where it is to go.
+        new_training: The draft of the training state.
+        training_file: Where that is to go.
+        identity: The id that both carry.
+
+    Raises:
+        OSError: A rename fails; what is in place then is a pair all the same.
+    """
+    waiting = _waiting_path(training_file, identity)
+    try:
+        files.rename(new_training, waiting)
+        files.rename(new_weights, weights_file)
+    except BaseException:
+        waiting.unlink(missing_ok=True)
+        raise
+    files.rename(waiting, training_file)
+    _remove_waiting(training_file)
+
+
+def training_of(training_file: Path, identity: str | None) -> Path:
+    """Where the training state is that belongs to weights of this id: mostly in its place.
+
+    It waits where the process was ended between the two renames of a save.
+    """
+    if identity is None:
+        return training_file
+    waiting = _waiting_path(training_file, identity)
+    return waiting if waiting.exists() else training_file
+
+
+def remove(weights_file: Path, training_file: Path) -> None:
+    """Delete both, as far as they are there: the weights first, without which nobody looks at the rest."""
+    weights_file.unlink(missing_ok=True)
+    training_file.unlink(missing_ok=True)
+    _remove_waiting(training_file)
+
+
+@contextmanager
+def alone(folder: Path, reading: bool = False) -> Iterator[None]:
+    """No other process is within this context for the same folder, where the file system has locks.
+
+    The lock is waited for half a minute at most: a process may hold it that was stopped for good.
+
+    Args:
+        folder: One that is there.
+        reading: Others that read may be within it.
+    """
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        locked = _lock(descriptor, fcntl.LOCK_SH if reading else fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            if locked:
+                # Not by closing: a data worker that was started meanwhile has the descriptor too.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    give_up = time.monotonic() + _LONGEST_WAIT
+    while time.monotonic() < give_up:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(0.001)
+        except OSError:  # a file system without locks
+            return False
+    return False
+
+
+def _remove_waiting(training_file: Path) -> None:
+    """Training states of saves to this path that were ended by a kill."""
+    for leftover in training_file.parent.glob(f".{glob.escape(training_file.name)}.{'[0-9a-f]' * 32}"):
+        leftover.unlink(missing_ok=True)
+
+
+def _waiting_path(training_file: Path, identity: str) -> Path:
+    return training_file.with_name(f".{training_file.name}.{identity}")
