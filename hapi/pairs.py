@@ -43,7 +43,10 @@ def put(new_weights: Path, weights_file: Path, new_training: Path, training_file
         files.rename(new_training, waiting)
         files.rename(new_weights, weights_file)
     except BaseException:
-        waiting.unlink(missing_ok=True)
+        # A second stop signal, or the disk, may end it right after the weights were exchanged: then what waits is all
+        # that belongs to them.
+        if new_weights.exists():
+            waiting.unlink(missing_ok=True)
         raise
     files.rename(waiting, training_file)
     _remove_waiting(training_file)

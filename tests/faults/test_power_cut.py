@@ -22,7 +22,7 @@ from disk import Disk, lay_out, recorded
 from torch import nn
 
 import hapi
-from hapi import checkpoint
+from hapi import checkpoint, files
 from hapi.callbacks import Callback, ModelCheckpoint
 
 X = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
@@ -290,3 +290,39 @@ def test_two_runs_in_one_folder(tmp_path: Path) -> None:
     for name in ("0", "1"):
         weights = checkpoint.read_weights(tmp_path / name)
         assert checkpoint.read_training(tmp_path / name, weights.identity) is not None
+
+
+# A save is ended in the middle.
+
+
+def ends_in_flush(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -> None:
+    """The so many-th flush of a folder from now on raises."""
+    flush, flushed = files._flush_folder, []
+
+    def failing(folder: Path) -> None:
+        flushed.append(folder)
+        if len(flushed) == number:
+            raise error
+        flush(folder)
+
+    monkeypatch.setattr(files, "_flush_folder", failing)
+
+
+@pytest.mark.parametrize("error", [SystemExit(143), OSError(5, "Input/output error")], ids=["second stop", "disk"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_save_that_ends_right_after_a_rename_leaves_a_pair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException
+) -> None:
+    old, new, loaded = model(), model(), model()
+    old.save(tmp_path / "net")
+    new.train_batch(X, Y)
+    with monkeypatch.context() as patch:
+        ends_in_flush(patch, number, error)
+        with pytest.raises(type(error)):
+            new.save(tmp_path / "net")
+    in_place = old if number == 1 else new
+    loaded.load(tmp_path / "net")
+    assert same(loaded.network.state_dict(), in_place.network.state_dict())
+    assert len(loaded.optimizer.state) == len(in_place.optimizer.state)
+    assert checkpoint.newest(tmp_path, network())[0] == str(tmp_path / "net")
+    assert len(list(tmp_path.iterdir())) == 2 + (number == 2), "what waits is needed, or gone"
