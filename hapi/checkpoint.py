@@ -269,6 +269,29 @@ def read_training(path: str | Path, identity: str | None) -> dict[str, Any] | No
     return content
 
 
+def read_pair(path: str | Path, with_training: bool = True) -> tuple[Weights, dict[str, Any] | None]:
+    """Read both files while nobody who saves there puts another pair in their place.
+
+    Args:
+        path: As for `read_weights`.
+        with_training: False: the weights alone.
+
+    Returns:
+        The weights, and the training state; None where it is not wanted or not there, and for weights that `save` did
+        not write.
+
+    Raises:
+        FileNotFoundError: There are no such weights.
+        ValueError: A file is damaged, or they are of two saves.
+    """
+    from hapi import pairs
+
+    with pairs.alone(weights_path(path).parent, reading=True):
+        weights = read_weights(path)
+        wanted = with_training and weights.identity is not None
+        return weights, read_training(path, weights.identity) if wanted else None
+
+
 def warn_of_weights_alone(path: str | Path) -> None:
     """Say that a save's other file is not there: the optimizer would start anew without a word."""
     warnings.warn(
@@ -292,18 +315,15 @@ def newest(folder: str | Path, network: nn.Module, run: str | None = None) -> tu
     Raises:
         UnfitError: All that are whole are of another network.
     """
-    from hapi import pairs
-
     passed_over: list[str] = []
     unfit: UnfitError | None = None
     for path in sorted(Path(folder).glob("[!.]*.pt"), key=_age, reverse=True):
         if path.name.endswith(".opt.pt"):
             continue
         try:
-            # Another run that saves here puts no other pair in its place meanwhile.
-            with pairs.alone(path.parent, reading=True):
-                weights = read_weights(path)
-                training = read_training(path, weights.identity)
+            weights, training = read_pair(path)
+            if weights.identity is None:
+                raise ValueError(f"{path} was not written by save, so no training state belongs to it.")
             if training is None:
                 raise ValueError(f"{path} has no {training_path(path).name} beside it: the pair is not whole.")
             if run is not None and training["position"]["run"] != run:

@@ -78,12 +78,16 @@ def alone(folder: Path, reading: bool = False) -> Iterator[None]:
 
     Args:
         folder: One that is there.
-        reading: Others that read may be within it.
+        reading: Others that read may be within it. A folder that cannot be opened is read without a lock: whether its
+            files can be read shows when they are.
+
+    Raises:
+        OSError: The folder cannot be opened, to write in it.
     """
-    if fcntl is None:
+    descriptor = _opened(folder, reading) if fcntl is not None else None
+    if descriptor is None:
         yield
         return
-    descriptor = os.open(folder, os.O_RDONLY)
     try:
         locked = _lock(descriptor, fcntl.LOCK_SH if reading else fcntl.LOCK_EX)
         try:
@@ -94,6 +98,18 @@ def alone(folder: Path, reading: bool = False) -> Iterator[None]:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
         os.close(descriptor)
+
+
+def _opened(folder: Path, reading: bool) -> int | None:
+    try:
+        return os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        if reading:
+            return None
+        raise OSError(
+            f"{folder} cannot be locked for a save ({error.strerror}), so nothing in it was changed. "
+            "Check that the folder is still there and may be read by this user, or save to another place."
+        ) from error
 
 
 def _lock(descriptor: int, kind: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from torch import nn
 from torch.optim import SGD, Adam, lr_scheduler
 
 import hapi
-from hapi import files
+from hapi import checkpoint, files, pairs
 from hapi.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
 X = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
@@ -606,3 +607,77 @@ def test_any_optimizer_goes_on_with_the_same_bits(tmp_path: Path, kind: Any) -> 
     fit(first, 1, save_dir=tmp_path)
     fit(second, 2, save_dir=tmp_path, resume=True)
     assert same_weights(second.network, straight.network)
+
+
+# Reading beside a run that saves.
+
+
+def test_a_pair_is_read_whole_while_another_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = model(), model(seed=1)
+    old.save(tmp_path / "net")
+    read_training, locked = checkpoint.read_training, []
+
+    def between(path: Any, identity: Any) -> Any:
+        # A writer would have to wait here: it gets no lock for itself.
+        descriptor = os.open(tmp_path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            locked.append(path)
+        finally:
+            os.close(descriptor)
+        return read_training(path, identity)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "read_training", between)
+        weights, training = checkpoint.read_pair(tmp_path / "net")
+    assert locked and equal(dict(weights.state), dict(old.network.state_dict()))
+    assert training is not None and training["id"] == weights.identity
+    new.save(tmp_path / "net")
+    assert checkpoint.read_pair(tmp_path / "net")[0].identity != weights.identity
+    assert checkpoint.read_pair(tmp_path / "net", with_training=False)[1] is None
+
+
+def test_weights_of_plain_torch_are_no_pair(tmp_path: Path) -> None:
+    model().save(tmp_path / "net")
+    torch.save(network(seed=1).state_dict(), tmp_path / "net.pt")
+    weights, training = checkpoint.read_pair(tmp_path / "net")
+    assert training is None and weights.identity is None
+    found, passed_over = checkpoint.newest(tmp_path, network())
+    assert found is None and "net.pt was not written by save" in passed_over[0]
+
+
+def refuses_to_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a user who may pass through a folder, and neither list nor lock it; root would be let in."""
+    real = os.open
+
+    def refusing(path: Any, *rest: Any, **more: Any) -> int:
+        if Path(path) == folder:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refusing)
+
+
+def test_a_folder_that_cannot_be_locked_is_read_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model().save(tmp_path / "net")
+    refuses_to_open(tmp_path, monkeypatch)
+    weights, training = checkpoint.read_pair(tmp_path / "net")
+    assert training is not None and training["id"] == weights.identity
+    with pytest.raises(FileNotFoundError, match="does not exist, so nothing can be loaded"):
+        checkpoint.read_pair(tmp_path / "none" / "net")
+
+
+def test_a_folder_that_vanishes_before_the_renames_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, opened = tmp_path / "run", pairs._opened
+    folder.mkdir()
+
+    def vanished(place: Path, reading: bool) -> Any:
+        for path in place.iterdir():
+            path.unlink()
+        place.rmdir()
+        return opened(place, reading)
+
+    monkeypatch.setattr(pairs, "_opened", vanished)
+    with pytest.raises(OSError, match=rf"^{folder} cannot be locked for a save \(No such file.*\), so .* Check that"):
+        model().save(folder / "net")
