@@ -7,6 +7,7 @@ id: a pair is whole only if the ids agree, since two files cannot be renamed in 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import uuid
 import warnings
@@ -148,6 +149,8 @@ def read_weights(path: str | Path) -> Weights:
         FileNotFoundError: There is no such file.
         ValueError: It is damaged, or holds something else.
     """
+    from hapi import pairs
+
     source = weights_path(path)
     if is_tensorfile(path):
         from hapi import tensorfile
@@ -167,8 +170,7 @@ def read_weights(path: str | Path) -> Weights:
             f"{source} holds a {type(loaded).__name__}, not the state dict of a network. "
             "Load a file that was written by save, or by torch.save(network.state_dict(), path)."
         )
-    metadata = getattr(loaded, "_metadata", None) or {}
-    return Weights(source, loaded, metadata.get("hapi", {}).get("id"))
+    return Weights(source, loaded, pairs.identity_in(loaded))
 
 
 def passing_buffers(network: nn.Module) -> dict[str, torch.Tensor]:
@@ -255,8 +257,9 @@ def read_training(path: str | Path, identity: str | None) -> dict[str, Any] | No
     source = pairs.training_of(training_path(path), identity)
     if not source.exists():
         return None
-    content = files.read(source)
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+    content: dict[str, Any] = files.read(source)
+    known = isinstance(content, dict) and content.get("format") == _FORMAT
+    if not known or not {"id", *TRAINING_STATES} <= content.keys() or not isinstance(content["position"], dict):
         raise ValueError(
             f"{source} is not the training state of a checkpoint of this version. "
             "Pass reset_optimizer=True to load the weights alone."
@@ -315,20 +318,23 @@ def newest(folder: str | Path, network: nn.Module, run: str | None = None) -> tu
     Raises:
         UnfitError: All that are whole are of another network.
     """
+    from hapi import pairs
+
     passed_over: list[str] = []
     unfit: UnfitError | None = None
-    for path in sorted(Path(folder).glob("[!.]*.pt"), key=_age, reverse=True):
-        if path.name.endswith(".opt.pt"):
-            continue
+    weights_files = [path for path in Path(folder).glob("[!.]*.pt") if not path.name.endswith(".opt.pt")]
+    for path in sorted(weights_files, key=_age, reverse=True):
         try:
             weights, training = read_pair(path)
             if weights.identity is None:
                 raise ValueError(f"{path} was not written by save, so no training state belongs to it.")
             if training is None:
                 raise ValueError(f"{path} has no {training_path(path).name} beside it: the pair is not whole.")
-            if run is not None and training["position"]["run"] != run:
+            if run is not None and training["position"].get("run") != run:
                 raise ValueError(f"{path} is of an earlier run; resume=True would go on from it.")
             differences(weights, network, skip_mismatch=False)
+            # So that whoever copies the two files has both.
+            pairs.finish(path, training_path(path), weights.identity)
             return str(path.with_suffix("")), passed_over
         except (ValueError, OSError) as error:
             passed_over.append(str(error))
@@ -343,11 +349,16 @@ def _age(path: Path) -> tuple[float, float, int]:
 
     So it is named. Times of files decide at last only: a copied folder has other ones.
     """
+    from hapi import pairs
+
+    # Not verified: it decides the order in which files are looked at, no more. Damage shows as a dozen types.
+    identity = None
+    with contextlib.suppress(Exception):
+        identity = pairs.identity_in(files.peek(path))
     try:
-        # Not verified: it decides the order in which files are looked at, no more.
-        training = files.peek(training_path(path))
+        training = files.peek(pairs.training_of(training_path(path), identity))
         begun, steps = training["position"].get("begun", 0.0), training["counters"]["steps_trained"]
-    except Exception:  # Damage shows as a dozen types.
+    except Exception:
         begun = steps = math.inf
     try:
         return begun, steps, path.stat().st_mtime_ns

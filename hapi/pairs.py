@@ -6,6 +6,7 @@ is always one with the id of the weights. Imported by a process that saves or lo
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import importlib
 import os
@@ -61,6 +62,25 @@ def training_of(training_file: Path, identity: str | None) -> Path:
         return training_file
     waiting = _waiting_path(training_file, identity)
     return waiting if waiting.exists() else training_file
+
+
+def identity_in(weights: Any) -> str | None:
+    """The id in what a file of weights holds; None for one that `save` did not write."""
+    metadata = getattr(weights, "_metadata", None) or {}
+    identity: str | None = metadata.get("hapi", {}).get("id")
+    return identity
+
+
+def finish(weights_file: Path, training_file: Path, identity: str) -> None:
+    """Do the last rename of a save that was ended before it, where this user may."""
+    waiting = _waiting_path(training_file, identity)
+    if not waiting.exists():
+        return
+    # What stands against it is no reason not to load what was found.
+    with contextlib.suppress(Exception), alone(weights_file.parent):
+        # Looked at again: the run that was ended may be at it too, started anew.
+        if identity_in(files.peek(weights_file)) == identity and waiting.exists():
+            files.rename(waiting, training_file)
 
 
 def remove(weights_file: Path, training_file: Path) -> None:

@@ -324,5 +324,71 @@ def test_a_save_that_ends_right_after_a_rename_leaves_a_pair(
     loaded.load(tmp_path / "net")
     assert same(loaded.network.state_dict(), in_place.network.state_dict())
     assert len(loaded.optimizer.state) == len(in_place.optimizer.state)
-    assert checkpoint.newest(tmp_path, network())[0] == str(tmp_path / "net")
     assert len(list(tmp_path.iterdir())) == 2 + (number == 2), "what waits is needed, or gone"
+    assert checkpoint.newest(tmp_path, network())[0] == str(tmp_path / "net")
+
+
+def interrupted(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Callback:
+    """The process is killed between the two renames of a save: its training state keeps the waiting name."""
+    real = os.replace
+
+    def replace(source: Any, target: Any) -> None:
+        if Path(target).name == f"{name}.opt.pt":
+            raise KeyboardInterrupt
+        real(source, target)
+
+    return Once(lambda: monkeypatch.setattr(os, "replace", replace))
+
+
+def test_a_save_that_was_killed_between_its_renames_is_the_newest_only_while_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        fit(model(), tmp_path, epochs=4, callbacks=interrupted(tmp_path, "2", patch))
+    assert (tmp_path / "2.pt").exists() and not (tmp_path / "2.opt.pt").exists()
+    straight, again = model(), model()
+    straight.fit((X, Y), batch_size=4, verbose=0, seed=3, epochs=4)
+    fit(again, tmp_path, epochs=3, resume=True)
+    assert again.epochs_trained == 3 and (tmp_path / "2.opt.pt").exists(), "the last rename is done at the resume"
+    assert not list(tmp_path.glob(".*"))
+    (tmp_path / "2.opt.pt").rename(
+        waiting := tmp_path / f".2.opt.pt.{checkpoint.read_weights(tmp_path / '2').identity}"
+    )
+    assert saved_values(tmp_path)[1] == 9, "its own age counts, under the waiting name too"  # type: ignore[index]
+    # Beside the training state of an older save, too.
+    shutil.copy(tmp_path / "1.opt.pt", tmp_path / "2.opt.pt")
+    for name in ("3", "final"):
+        checkpoint.remove(tmp_path / name)
+    found, steps, _ = saved_values(tmp_path) or ("", 0, None)
+    assert (found, steps) == (str(tmp_path / "2"), 6) and not waiting.exists()
+    last = model()
+    fit(last, tmp_path, epochs=4, resume=True)
+    assert same(last.network.state_dict(), straight.network.state_dict())
+
+
+def test_a_folder_that_may_only_be_read_is_resumed_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = model()
+    subject.save(tmp_path / "net")
+    identity = checkpoint.read_weights(tmp_path / "net").identity
+    (tmp_path / "net.opt.pt").rename(waiting := tmp_path / f".net.opt.pt.{identity}")
+
+    def refused(*paths: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "replace", refused)
+    assert checkpoint.newest(tmp_path, network()) == (str(tmp_path / "net"), []) and waiting.exists()
+
+
+def test_files_of_an_earlier_build_are_passed_over_with_a_reason(tmp_path: Path) -> None:
+    for name, remove in (("1", "run"), ("2", "position"), ("3", "callbacks")):
+        subject = model()
+        subject.steps_trained = int(name)
+        subject.save(tmp_path / name)
+        content = torch.load(tmp_path / f"{name}.opt.pt")
+        del (content["position"] if remove == "run" else content)[remove]
+        torch.save(content, tmp_path / f"{name}.opt.pt")
+    found, passed_over = checkpoint.newest(tmp_path, network(), run="this one")
+    assert found is None and len(passed_over) == 3
+    assert sum("is not the training state of a checkpoint of this version" in line for line in passed_over) == 2
+    assert "1.pt is of an earlier run" in passed_over[2]
+    assert checkpoint.newest(tmp_path, network())[0] == str(tmp_path / "1")
