@@ -12,17 +12,17 @@ import math
 import uuid
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from hapi import files
 
@@ -30,8 +30,6 @@ TRAINING_STATES = ("loss", "buffers", "optimizer", "scheduler", "scaler", "count
 """The entries of `path.opt.pt`, `format` and `id` aside."""
 
 _FORMAT = 1
-# What DDP and torch.compile put before, or into, the names of a state dict.
-_WRAPPER_NAMES = ("module", "_orig_mod")
 
 
 def weights_path(path: str | Path) -> Path:
@@ -76,6 +74,20 @@ class Snapshot:
         return Snapshot(weights, files.with_own_tensors(self.training, copies))
 
 
+# Asked for by whoever saves, see `identified`.
+_chosen: ContextVar[str | None] = ContextVar("hapi.checkpoint.id", default=None)
+
+
+@contextmanager
+def identified(identity: str | None) -> Iterator[None]:
+    """Within, what is taken down gets this id, which its own training state may know already. None: any."""
+    token = _chosen.set(identity)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
 def take(network: nn.Module, training: Mapping[str, Any]) -> Snapshot:
     """Take down the states, whose tensors are those that training goes on with.
 
@@ -86,7 +98,7 @@ def take(network: nn.Module, training: Mapping[str, Any]) -> Snapshot:
     Raises:
         TypeError: Something in them would be refused when loaded; the message names its key.
     """
-    identity = uuid.uuid4().hex
+    identity = _chosen.get() or uuid.uuid4().hex
     weights = network.state_dict()
     metadata = files.as_plain(getattr(weights, "_metadata", None) or {}, "network.state_dict()._metadata")
     plain = OrderedDict((key, files.as_plain(value, f"network[{key!r}]")) for key, value in weights.items())
@@ -122,11 +134,11 @@ def write(path: str | Path, snapshot: Snapshot) -> None:
         pairs.put(new_weights, weights_file, new_training, training_file, snapshot.training["id"])
 
 
-def remove(path: str | Path) -> None:
-    """Delete both files, as far as they are there."""
+def remove(path: str | Path, identity: str) -> None:
+    """Delete both files, as far as they are there and of the save that had this id."""
     from hapi import pairs
 
-    pairs.remove(weights_path(path), training_path(path))
+    pairs.remove(weights_path(path), training_path(path), identity)
 
 
 @dataclass(frozen=True)
@@ -213,9 +225,10 @@ def differences(weights: Weights, network: nn.Module, skip_mismatch: bool) -> li
     Raises:
         ValueError: There are differences, and `skip_mismatch` is False.
     """
+    from hapi import fitting
+
     expected = network.state_dict()
-    state = _unwrapped_names(weights.state, expected)
-    problems = _differences(state, expected)
+    problems = fitting.differences(fitting.unwrapped_names(weights.state, expected), expected)
     if problems and not skip_mismatch:
         raise UnfitError(
             f"{weights.source} is of another network: {'; '.join(problems)}. "
@@ -232,18 +245,19 @@ def put_weights(weights: Weights, network: nn.Module, skipped: list[str]) -> Non
         network: Where to.
         skipped: What `differences` gave; named in a warning.
     """
+    from hapi import fitting
+
     expected = network.state_dict()
-    state = _unwrapped_names(weights.state, expected)
-    fits = {key: value for key, value in state.items() if key in expected and _fits(value, expected[key])}
-    fitting = OrderedDict(fits)
+    state = fitting.unwrapped_names(weights.state, expected)
+    fits = OrderedDict((k, value) for k, value in state.items() if k in expected and fitting.fits(value, expected[k]))
     if skipped:
-        loaded = f"loaded {len(fitting)} of {len(expected)} entries"
+        loaded = f"loaded {len(fits)} of {len(expected)} entries"
         warnings.warn(f"{weights.source}: {loaded}. Skipped: {'; '.join(skipped)}", stacklevel=4)
     # By its version a module tells a state dict of its own from one of an older form, which it would convert.
     metadata = getattr(weights.state, "_metadata", None) or {}
     modules = {name: module for name, module in network.named_modules(remove_duplicate=False)}
-    fitting._metadata = _unwrapped_names(metadata, modules)  # type: ignore[attr-defined]
-    network.load_state_dict(fitting, strict=False)
+    fits._metadata = fitting.unwrapped_names(metadata, modules)  # type: ignore[attr-defined]
+    network.load_state_dict(fits, strict=False)
 
 
 def read_training(path: str | Path, identity: str | None) -> dict[str, Any] | None:
@@ -364,42 +378,3 @@ def _age(path: Path) -> tuple[float, float, int]:
         return begun, steps, path.stat().st_mtime_ns
     except OSError:  # Another run that saves here may have deleted it.
         return begun, steps, 0
-
-
-def _unwrapped_names(state: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries without the names of wrappers, unless the network itself has such names."""
-
-    def bare(key: str) -> str:
-        parts = key.split(".")
-        wrappers = [place for place, part in enumerate(parts) if part in _WRAPPER_NAMES]
-        for count in range(len(wrappers) + 1):
-            for left_out in combinations(wrappers, count):
-                name = ".".join(part for place, part in enumerate(parts) if place not in left_out)
-                if name in expected:
-                    return name
-        return key
-
-    return {bare(key): value for key, value in state.items()}
-
-
-def _fits(value: Any, expected: Any) -> bool:
-    if isinstance(value, torch.Tensor) and isinstance(expected, torch.Tensor):
-        # A lazy module has no shape yet, and takes any.
-        return is_lazy(expected) or value.shape == expected.shape
-    return not isinstance(value, torch.Tensor) and not isinstance(expected, torch.Tensor)
-
-
-def _differences(state: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    missing = [key for key in expected if key not in state]
-    unexpected = [key for key in state if key not in expected]
-    shapes = [
-        f"{key} ({_shape(state[key])} in the file, {_shape(expected[key])} in the network)"
-        for key in state
-        if key in expected and not _fits(state[key], expected[key])
-    ]
-    named = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
-    return [f"{kind}: {', '.join(keys)}" for kind, keys in named.items() if keys]
-
-
-def _shape(value: Any) -> str:
-    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__

@@ -83,11 +83,26 @@ def finish(weights_file: Path, training_file: Path, identity: str) -> None:
             files.rename(waiting, training_file)
 
 
-def remove(weights_file: Path, training_file: Path) -> None:
-    """Delete both, as far as they are there: the weights first, without which nobody looks at the rest."""
-    weights_file.unlink(missing_ok=True)
-    training_file.unlink(missing_ok=True)
-    _remove_waiting(training_file)
+def remove(weights_file: Path, training_file: Path, identity: str) -> None:
+    """Delete both, as far as they are there and of this very save: another run may have saved under the name since.
+
+    The weights go first, without which nobody looks at the rest.
+    """
+    waiting = _waiting_path(training_file, identity)
+    with alone(weights_file.parent):
+        for file in (weights_file, training_file):
+            if _is_of(file, identity):
+                file.unlink(missing_ok=True)
+        waiting.unlink(missing_ok=True)
+
+
+def _is_of(file: Path, identity: str) -> bool:
+    """Whether a file of a pair is surely of this save. Damage shows as a dozen types."""
+    try:
+        content = files.peek(file)
+        return identity in (identity_in(content), content.get("id"))
+    except Exception:
+        return False
 
 
 @contextmanager

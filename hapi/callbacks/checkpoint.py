@@ -91,7 +91,7 @@ class ModelCheckpoint(Saver):
                 'save_dir="checkpoints") or ModelCheckpoint(save_dir="checkpoints").'
             )
         self._unsaved = None
-        self._retention = Retention(self.keep_last, self.save_top_k)
+        self._retention = Retention(self.keep_last, self.save_top_k, os.path.realpath(self._folder()))
         self._saved_at, self._since = self.model.steps_trained, time.monotonic()
         if self._watch is not None:
             self._watch.check(self.params)
@@ -140,10 +140,8 @@ class ModelCheckpoint(Saver):
         if stopping:
             self._finish()
             name = f"step_{steps}" if self._saved_at == steps else "the newest checkpoint"
-            folder = self.save_dir if self.save_dir is not None else self.params["save_dir"]
-            note(
-                1, self.params, f"hapi: stopped after step {steps}; fit(..., resume=True) goes on from {folder}/{name}"
-            )
+            place = f"{self._folder()}/{name}"
+            note(1, self.params, f"hapi: stopped after step {steps}; fit(..., resume=True) goes on from {place}")
 
     def state_dict(self) -> dict[str, Any]:
         """The best value, and which files are its own."""
@@ -176,16 +174,23 @@ class ModelCheckpoint(Saver):
 
     def _save(self, name: str) -> None:
         """Save under a name, then delete what is not to be kept any more. Called on all ranks."""
-        folder = Path(self.save_dir if self.save_dir is not None else self.params["save_dir"])
-        dropped = self._retention.dropped()
+        folder, identity, dropped = self._folder(), self._retention.identity(name), self._retention.dropped()
         path = os.path.join(folder, name)
-        if save_on_rank_0(lambda: self._write(path, folder, dropped), self.on_save_error):
+
+        def save() -> None:
+            with checkpoint.identified(identity):
+                self._write(path, folder, dropped)
+
+        if save_on_rank_0(save, self.on_save_error):
             note(self.verbose, self.params, f"ModelCheckpoint: saved {path}")
 
-    def _write(self, path: str, folder: Path, dropped: list[str]) -> None:
+    def _folder(self) -> Path:
+        return Path(self.save_dir if self.save_dir is not None else self.params["save_dir"])
+
+    def _write(self, path: str, folder: Path, dropped: dict[str, str]) -> None:
         def drop() -> None:
-            for name in dropped:
-                checkpoint.remove(folder / name)
+            for name, identity in dropped.items():
+                checkpoint.remove(folder / name, identity)
 
         def write() -> None:
             checkpoint.write(path, snapshot)

@@ -199,3 +199,57 @@ def test_no_temporary_file_stays(tmp_path):
 def test_options_that_cannot_be(options, cure):
     with pytest.raises(ValueError, match=cure):
         ModelCheckpoint(**options)
+
+
+# What is another run's stays.
+
+
+def identities(folder):
+    return {name: checkpoint.read_weights(folder / name).identity for name in names(folder)}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_run_that_goes_on_in_another_folder_deletes_nothing_there(tmp_path, asynchronous):
+    keep = {"keep_last": 2, "asynchronous": asynchronous}
+    fit(tmp_path / "a", ModelCheckpoint(**keep), epochs=2)
+    fit(tmp_path / "b", ModelCheckpoint(**keep), epochs=2)
+    before = identities(tmp_path / "b")
+    fit(tmp_path / "b", ModelCheckpoint(**keep), epochs=5, resume=tmp_path / "a" / "2")
+    after = identities(tmp_path / "b")
+    assert set(after) == {"1", "2", "4", "5", "final"}, "its own third is deleted"
+    assert (after["1"], after["2"]) == (before["1"], before["2"])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_name_that_another_run_has_written_meanwhile_stays(tmp_path, asynchronous):
+    class Other(Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                hapi.Model(nn.Linear(4, 2)).save(tmp_path / "1")
+
+    fit(tmp_path, ModelCheckpoint(keep_last=2, asynchronous=asynchronous), Other(), epochs=4)
+    assert names(tmp_path) == {"1", "3", "4", "final"}
+
+
+def test_the_best_few_know_their_own_after_a_resume(tmp_path):
+    def keeps():
+        return ModelCheckpoint(monitor="loss", save_top_k=2, keep_last=1)
+
+    fit(tmp_path, keeps(), epochs=2)
+    fit(tmp_path, keeps(), epochs=4, resume=True)
+    assert names(tmp_path) == {"best_model", "top_3", "top_4", "4", "final"}
+
+
+def test_names_of_an_earlier_build_are_loaded_and_their_files_left(tmp_path):
+    retention = Retention(keep_last=2, top_k=2, folder="here")
+    retention.load_state_dict({"periodic": ["1", "2"], "top": [[0.5, "top_1"]], "outdated": ["step_9"]})
+    retention.add("3")
+    state = retention.state_dict()
+    assert (state["periodic"], state["top"]) == (["2", "3"], [[0.5, "top_1"]])
+    assert state["outdated"] == ["step_9", "1"] and retention.dropped() == {}
+    retention.add("4")
+    retention.add("5")
+    assert list(retention.dropped()) == ["3"] and retention.identity("3") is not None
+    elsewhere = Retention(keep_last=2, top_k=2, folder="there")
+    elsewhere.load_state_dict(retention.state_dict())
+    assert elsewhere.state_dict()["periodic"] == [] and elsewhere.dropped() == {}

@@ -357,8 +357,8 @@ def test_a_save_that_was_killed_between_its_renames_is_the_newest_only_while_it_
     assert saved_values(tmp_path)[1] == 9, "its own age counts, under the waiting name too"  # type: ignore[index]
     # Beside the training state of an older save, too.
     shutil.copy(tmp_path / "1.opt.pt", tmp_path / "2.opt.pt")
-    for name in ("3", "final"):
-        checkpoint.remove(tmp_path / name)
+    for file in [*tmp_path.glob("3.*"), *tmp_path.glob("final.*")]:
+        file.unlink()
     found, steps, _ = saved_values(tmp_path) or ("", 0, None)
     assert (found, steps) == (str(tmp_path / "2"), 6) and not waiting.exists()
     last = model()
