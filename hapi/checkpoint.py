@@ -141,6 +141,15 @@ def remove(path: str | Path, identity: str) -> None:
     pairs.remove(weights_path(path), training_path(path), identity)
 
 
+def sweep(folder: Path) -> None:
+    """Delete what saves that were killed, an hour ago or longer, have left of pairs that are none."""
+    # A folder without such files asks for no more.
+    if any(folder.glob(".*.opt.pt.*")):
+        from hapi import pairs
+
+        pairs.sweep(folder)
+
+
 @dataclass(frozen=True)
 class Weights:
     """The contents of a `path.pt`."""

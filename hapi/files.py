@@ -31,6 +31,8 @@ _EXACT: dict[type, Callable[[Any], Any]] = {
 }
 _LARGEST_INT_BITS = 1000
 _DEEPEST = 100
+# The names of `draft`, and the endings that are asked for.
+_DRAFT = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.part(\.onnx)?", re.DOTALL)
 _LEFT_FOR_GOOD = 3600.0
 
 
@@ -104,7 +106,7 @@ def draft(path: Path, write_to: Callable[[Path], None], suffix: str = "") -> Ite
     Args:
         path: Where it is to go; missing folders are made.
         write_to: Writes it, to the path that it gets.
-        suffix: What the temporary name must end with.
+        suffix: What the temporary name must end with; `sweep` has to know it.
 
     Raises:
         OSError: It cannot be written; the message names the path and the cause.
@@ -139,9 +141,18 @@ def sweep(folder: Path) -> None:
     Another run may be writing here at this moment, even from another host.
     """
     for leftover in folder.glob(".*.part*"):
-        with contextlib.suppress(OSError):
-            if time.time() - leftover.stat().st_mtime > _LEFT_FOR_GOOD:
+        # Of this very form: other programs and people have hidden files too.
+        if _DRAFT.fullmatch(leftover.name) and is_left(leftover):
+            with contextlib.suppress(OSError):
                 leftover.unlink()
+
+
+def is_left(path: Path) -> bool:
+    """Whether a file is so old that no process is still about to rename it."""
+    try:
+        return time.time() - path.stat().st_mtime > _LEFT_FOR_GOOD
+    except OSError:
+        return False
 
 
 def read(path: Path) -> Any:

@@ -10,6 +10,7 @@ import contextlib
 import glob
 import importlib
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ except ImportError:  # Windows
     fcntl = None
 
 _LONGEST_WAIT = 30.0
+# The names of `_waiting_path`.
+_WAITING = re.compile(r"\.(?P<name>.+)\.opt\.pt\.(?P<id>[0-9a-f]{32})", re.DOTALL)
 
 
 def put(new_weights: Path, weights_file: Path, new_training: Path, training_file: Path, identity: str) -> None:
@@ -103,6 +106,29 @@ def _is_of(file: Path, identity: str) -> bool:
         return identity in (identity_in(content), content.get("id"))
     except Exception:
         return False
+
+
+def sweep(folder: Path) -> None:
+    """Delete training states that an hour ago or longer were left waiting for weights that never came, or have gone.
+
+    A later save to the same path would do it; the name of a step may never come again.
+    """
+    for leftover in folder.glob(".*.opt.pt.*"):
+        form = _WAITING.fullmatch(leftover.name)
+        if form is None or not files.is_left(leftover):
+            continue
+        with contextlib.suppress(OSError):
+            if not _may_be_of(folder / f"{form['name']}.pt", form["id"]):
+                leftover.unlink()
+
+
+def _may_be_of(weights_file: Path, identity: str) -> bool:
+    try:
+        return identity_in(files.peek(weights_file)) == identity
+    except FileNotFoundError:
+        return False
+    except Exception:  # Perhaps it can be read elsewhere.
+        return True
 
 
 @contextmanager

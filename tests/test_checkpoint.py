@@ -681,3 +681,54 @@ def test_a_folder_that_vanishes_before_the_renames_is_named(tmp_path: Path, monk
     monkeypatch.setattr(pairs, "_opened", vanished)
     with pytest.raises(OSError, match=rf"^{folder} cannot be locked for a save \(No such file.*\), so .* Check that"):
         model().save(folder / "net")
+
+
+# What killed processes leave.
+
+
+def aged(path: Path, content: bytes = b"half") -> Path:
+    path.write_bytes(content)
+    os.utime(path, (1e9, 1e9))
+    return path
+
+
+def test_what_is_swept_is_ours_alone(tmp_path: Path) -> None:
+    theirs = [
+        ".notes.partial.md",
+        ".data.partition.json",
+        ".thesis.pdf.part",
+        ".a.12-abc.part",
+        ".b.1-0123abcd.part.txt",
+    ]
+    ours = [".net.pt.417-0123abcd.part", ".net.opt.pt.1-ffffffff.part", ".net.onnx.23-00000000.part.onnx"]
+    for name in theirs + ours:
+        aged(tmp_path / name)
+    (tmp_path / ".net.pt.418-0123abcd.part").write_bytes(b"of a run that writes now")
+    files.sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*theirs, ".net.pt.418-0123abcd.part"])
+
+
+@pytest.mark.parametrize("suffix", ["", ".onnx"])
+def test_what_is_drafted_would_be_swept(tmp_path: Path, suffix: str) -> None:
+    with files.draft(tmp_path / "net.pt", lambda path: path.touch(), suffix) as draft:
+        os.utime(draft, (1e9, 1e9))
+        files.sweep(tmp_path)
+        assert not draft.exists()
+
+
+def test_a_training_state_that_waits_for_nothing_goes_as_a_fit_begins(tmp_path: Path) -> None:
+    model().save(tmp_path / "step_9")
+    identity = checkpoint.read_weights(tmp_path / "step_9").identity
+    content = (tmp_path / "step_9.opt.pt").read_bytes()
+    (tmp_path / "step_9.opt.pt").unlink()
+    needed = aged(tmp_path / f".step_9.opt.pt.{identity}", content)
+    theirs = aged(tmp_path / ".notes.opt.pt.txt")
+    damaged = aged(tmp_path / f".damaged.opt.pt.{'1' * 32}")
+    (tmp_path / "damaged.pt").write_bytes(b"half")
+    young = tmp_path / f".young.opt.pt.{'2' * 32}"
+    young.touch()
+    gone = [aged(tmp_path / f".{name}.opt.pt.{'3' * 32}") for name in ("step_7", "step_9")]
+    fit(model(), save_dir=tmp_path)
+    assert needed.exists() and theirs.exists() and damaged.exists() and young.exists()
+    assert not any(path.exists() for path in gone)
+    model(seed=1).load(tmp_path / "step_9")

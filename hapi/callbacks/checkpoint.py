@@ -90,6 +90,8 @@ class ModelCheckpoint(Saver):
                 "ModelCheckpoint has no save_dir, and neither has fit: there is nowhere to save to. Write fit(..., "
                 'save_dir="checkpoints") or ModelCheckpoint(save_dir="checkpoints").'
             )
+        if group.speaks_for_all():
+            checkpoint.sweep(self._folder())
         self._unsaved = None
         self._retention = Retention(self.keep_last, self.save_top_k, os.path.realpath(self._folder()))
         self._saved_at, self._since = self.model.steps_trained, time.monotonic()
