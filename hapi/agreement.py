@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hapi.distributed import group
@@ -23,7 +23,8 @@ class Agreement:
         model: Its `stop_training` is what a rank asks for; after a meeting it is the same on all ranks.
         nan_policy: "stop" raises on a loss that is not finite, "ignore" lets it pass.
         signals: The stop signals of this process.
-        wants_save: Whether it is time to save, as this rank sees it.
+        wants_save: Whether it is time to save, for each that may, as this rank sees it. Called once more with what all
+            ranks have made of it.
 
     Attributes:
         signal: The stop signal that all ranks act on; 0: none.
@@ -31,7 +32,11 @@ class Agreement:
     """
 
     def __init__(
-        self, model: Any, nan_policy: str, signals: StopSignals, wants_save: Callable[[], bool] = lambda: False
+        self,
+        model: Any,
+        nan_policy: str,
+        signals: StopSignals,
+        wants_save: Callable[[Sequence[bool] | None], Sequence[bool]] = lambda agreed: (),
     ) -> None:
         self._model = model
         self._watches_loss = nan_policy == "stop"
@@ -112,10 +117,11 @@ class Agreement:
     def _meet(self, tally: Tally | None, epoch: int, step: int) -> None:
         seconds = (time.monotonic() - self._since) / self._interval
         interval = min(_MOST_STEPS, 2 * self._interval, max(1, int(_SECONDS / max(seconds, 1e-9))))
-        slowest, saves = self._exchange(tally, epoch, step, -float(interval), float(self._wants_save()))
+        slowest, *wishes = self._exchange(tally, epoch, step, -float(interval), *map(float, self._wants_save(None)))
         self._interval = self._countdown = max(1, -int(slowest))
         self._since = time.monotonic()
-        self.saves = bool(saves) and tally is not None
+        # In an evaluation nothing is saved; whoever wants it asks again.
+        self.saves = any(self._wants_save([bool(wish) and tally is not None for wish in wishes]))
 
     def _exchange(self, tally: Tally | None, epoch: int, step: int, *more: float) -> list[float]:
         """The one collective: agree on whether to stop, raise if a loss is not finite, give the maxima of more values.

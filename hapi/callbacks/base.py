@@ -31,7 +31,6 @@ for the device. Each hook gets a dict of its own, which it may change.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 from collections import Counter
@@ -134,9 +133,14 @@ class Callback:
 
 
 class Saver(Callback):
-    """A callback that saves at edges of optimizer steps, within an epoch too. All ranks decide alike."""
+    """A callback that saves at edges of optimizer steps, within an epoch too. All ranks decide alike.
+
+    Attributes:
+        is_due: In `save_within`: whether all ranks have agreed that what `wants_save` asked for is done.
+    """
 
     _on_all_ranks = True
+    is_due: bool = False
 
     def saves_at(self, steps_trained: int) -> bool:
         """Whether it saves after so many steps; asked after each optimizer step."""
@@ -147,7 +151,7 @@ class Saver(Callback):
         return False
 
     def save_within(self, stopping: bool) -> None:
-        """Save: it was due, or the run is told to stop."""
+        """Save, if it was due for this one, or the run is told to stop."""
 
 
 _KINDS = ("train", "eval", "predict")
@@ -171,9 +175,12 @@ class CallbackList:
     """
 
     def __init__(self, callbacks: Iterable[Callback], model: Any, params: Mapping[str, Any]) -> None:
+        # Here, since it imports this one.
+        from hapi.callbacks import hooks
+
         callbacks = list(callbacks)
         for callback in callbacks:
-            _check(callback)
+            hooks.check(callback)
         self.callbacks = sorted(callbacks, key=lambda callback: callback._place)
         params = {**params, "callbacks": tuple(self.callbacks)}
         for callback in self.callbacks:
@@ -182,7 +189,7 @@ class CallbackList:
         self.savers = [callback for callback in self.callbacks if isinstance(callback, Saver)]
         # Most callbacks leave most batch hooks alone: those cost nothing in a step.
         self._batch_hooks = {
-            hook: [callback for callback in self.callbacks if _overrides(callback, hook)] for hook in _BATCH_HOOKS
+            hook: [callback for callback in self.callbacks if hooks.overrides(callback, hook)] for hook in _BATCH_HOOKS
         }
 
     def call(self, hook: str, *args: Any, logs: Mapping[str, Any] | None = None) -> None:
@@ -234,14 +241,23 @@ class CallbackList:
         """Whether any callback saves after so many steps."""
         return any(saver.saves_at(steps_trained) for saver in self.savers)
 
-    def wants_save(self) -> bool:
-        """Whether it is time to save for any of them, as this rank sees it."""
-        return any(saver.wants_save() for saver in self.savers)
+    def wants_save(self, agreed: Sequence[bool] | None = None) -> Sequence[bool]:
+        """Whether it is time to save, for each saver.
+
+        Args:
+            agreed: What all ranks have made of it, for `save`; None: ask each saver, as this rank sees it.
+        """
+        if agreed is None:
+            return [saver.wants_save() for saver in self.savers]
+        for saver, is_due in zip(self.savers, agreed, strict=True):
+            saver.is_due = is_due
+        return agreed
 
     def save(self, stopping: bool) -> None:
         """Let them save at the edge of an optimizer step."""
         for saver in self.savers:
             saver.save_within(stopping)
+            saver.is_due = False
 
     def state_dict(self) -> dict[str, Any]:
         """The callbacks' states, by class and number within the class: ``"EarlyStopping.0"``."""
@@ -330,66 +346,3 @@ def as_list(callbacks: Callback | Sequence[Callback] | None) -> list[Callback]:
 
 def _is_due(callback: Callback, step: int) -> bool:
     return (step + 1) % callback.batch_freq == 0
-
-
-def _overrides(callback: Callback, hook: str) -> bool:
-    return hook in vars(callback) or getattr(type(callback), hook) is not getattr(Callback, hook)
-
-
-def _check(callback: Any) -> None:
-    if isinstance(callback, type):
-        raise TypeError(
-            f"callbacks holds the class {callback.__name__}, not an object of it. Write {callback.__name__}()."
-        )
-    if not isinstance(callback, Callback):
-        raise TypeError(
-            f"callbacks holds an object of type {type(callback).__name__}, which has not the hooks that are called. "
-            "Derive its class from hapi.callbacks.Callback and override the hooks that it needs."
-        )
-    _check_hooks(callback)
-    freq = callback.batch_freq
-    if isinstance(freq, bool) or not isinstance(freq, int) or freq < 1:
-        raise ValueError(
-            f"{type(callback).__name__} has batch_freq={freq!r}: it counts steps from 1. Write batch_freq = 1."
-        )
-
-
-# Keras' and Lightning's names.
-_HOOKS_ELSEWHERE = {
-    "on_batch_begin": "on_train_batch_begin",
-    "on_batch_end": "on_train_batch_end",
-    "on_train_batch_start": "on_train_batch_begin",
-    "on_train_epoch_start": "on_epoch_begin",
-    "on_train_epoch_end": "on_epoch_end",
-    "on_fit_start": "on_train_begin",
-    "on_train_start": "on_train_begin",
-    "on_fit_end": "on_train_end",
-    "on_test_end": "on_eval_end",
-    "on_validation_end": "on_eval_end",
-    "on_validation_epoch_end": "on_eval_end",
-}
-
-
-def _check_hooks(callback: Callback) -> None:
-    """A hook that is misspelled would never be called, one with other parameters would fail after an epoch."""
-    known = [name for name in dir(Callback) if name.startswith("on_")]
-    for name in dir(callback):
-        hook = getattr(callback, name) if name.startswith("on_") else None
-        if not callable(hook):
-            continue
-        if name not in known:
-            near = [_HOOKS_ELSEWHERE[name]] if name in _HOOKS_ELSEWHERE else difflib.get_close_matches(name, known, n=1)
-            raise TypeError(
-                f"{type(callback).__name__} has a method {name}, which is no hook and would never be called. "
-                f"Hooks are {', '.join(known)}" + (f"; {near[0]} is meant?" if near else ".")
-            )
-        if not _overrides(callback, name):
-            continue
-        expected = inspect.signature(getattr(Callback, name))
-        try:
-            inspect.signature(hook).bind(*[None] * (len(expected.parameters) - 1))
-        except TypeError:
-            raise TypeError(
-                f"{type(callback).__name__}.{name}{inspect.signature(hook)} cannot be called as hooks are. "
-                f"Write def {name}{expected}."
-            ) from None

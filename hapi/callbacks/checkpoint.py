@@ -137,7 +137,7 @@ class ModelCheckpoint(Saver):
         """See `Saver.save_within`."""
         steps = self.model.steps_trained
         # Stopped right where it has saved, there is nothing new; another callback's wish is not its own.
-        if self._saved_at != steps and (stopping or self.saves_at(steps) or self.every_seconds is not None):
+        if self._saved_at != steps and (stopping or self.saves_at(steps) or self.is_due):
             self._save_periodic(f"step_{steps}")
         if stopping:
             self._finish()

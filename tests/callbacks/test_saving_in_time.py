@@ -6,15 +6,19 @@ import os
 import threading
 import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import hapi
-from hapi import checkpoint, files
+from hapi import agreement, checkpoint, files
 from hapi.callbacks import Callback, ModelCheckpoint
+from hapi.callbacks.base import CallbackList, Saver
 from hapi.callbacks.retention import Retention
+from hapi.distributed import group
+from hapi.signals import StopSignals
 
 X, Y = torch.randn(40, 4), torch.randint(2, (40,))
 
@@ -253,3 +257,44 @@ def test_names_of_an_earlier_build_are_loaded_and_their_files_left(tmp_path):
     elsewhere = Retention(keep_last=2, top_k=2, folder="there")
     elsewhere.load_state_dict(retention.state_dict())
     assert elsewhere.state_dict()["periodic"] == [] and elsewhere.dropped() == {}
+
+
+# Each saves when its own time has come.
+
+
+def test_another_one_s_wish_is_not_its_own(tmp_path, monkeypatch):
+    # A meeting after each step, so that a wish is agreed on at once.
+    monkeypatch.setattr(agreement, "_SECONDS", 0.0)
+    hourly, stepwise = (tmp_path / name for name in ("hourly", "stepwise"))
+    often = ModelCheckpoint(save_dir=tmp_path / "often", every_seconds=1e-9, keep_last=99)
+    fit(
+        None,
+        ModelCheckpoint(save_dir=hourly, every_seconds=3600, keep_last=99),
+        ModelCheckpoint(save_dir=stepwise, every_n_steps=4, keep_last=99),
+        often,
+        epochs=1,
+    )
+    assert names(hourly) == {"1", "final"}
+    assert names(stepwise) == {"step_4", "step_8", "1", "final"}
+    assert names(tmp_path / "often") == {*(f"step_{n}" for n in range(1, 11)), "1", "final"}
+    assert not often.is_due
+
+
+def test_a_wish_is_asked_for_by_rank_0_and_agreed_for_each(monkeypatch):
+    savers = [Saver(), Saver()]
+    savers[1].wants_save = lambda: True
+    callbacks = CallbackList(savers, None, {})
+    assert callbacks.wants_save() == [False, True] and not savers[1].is_due
+    # As rank 1 sees it: its own clock says nothing, and rank 0 has asked for the first.
+    model = SimpleNamespace(stop_training=False)
+    tally = SimpleNamespace(take_nonfinite=lambda: None)
+    meeting = agreement.Agreement(model, "stop", StopSignals(), callbacks.wants_save)
+    monkeypatch.setattr(group, "reduce_max", lambda values: [*values[:5], 1.0, 0.0])
+    meeting.after_step(tally, 0, 0)
+    assert meeting.saves and [saver.is_due for saver in savers] == [True, False]
+    callbacks.save(stopping=False)
+    assert [saver.is_due for saver in savers] == [False, False]
+    # Nothing is saved in the middle of an evaluation.
+    meeting._countdown = 1
+    meeting.in_evaluation()
+    assert not meeting.saves and not savers[0].is_due
