@@ -81,6 +81,7 @@ class ModelCheckpoint(Saver):
         self._retention = Retention(keep_last, save_top_k)
         self._unsaved: int | None = None
         self._saved_at = 0
+        self._newest: str | None = None
         self._since = 0.0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
@@ -92,7 +93,7 @@ class ModelCheckpoint(Saver):
             )
         if group.speaks_for_all():
             checkpoint.sweep(self._folder())
-        self._unsaved = None
+        self._unsaved = self._newest = None
         self._retention = Retention(self.keep_last, self.save_top_k, os.path.realpath(self._folder()))
         self._saved_at, self._since = self.model.steps_trained, time.monotonic()
         if self._watch is not None:
@@ -140,9 +141,8 @@ class ModelCheckpoint(Saver):
         if self._saved_at != steps and (stopping or self.saves_at(steps) or self.is_due):
             self._save_periodic(f"step_{steps}")
         if stopping:
-            self._finish()
-            name = f"step_{steps}" if self._saved_at == steps else "the newest checkpoint"
-            place = f"{self._folder()}/{name}"
+            whole = self._finish() and self._newest is not None
+            place = f"{self._folder()}/{self._newest}" if whole else f"the newest checkpoint in {self._folder()}"
             note(1, self.params, f"hapi: stopped after step {steps}; fit(..., resume=True) goes on from {place}")
 
     def state_dict(self) -> dict[str, Any]:
@@ -172,10 +172,11 @@ class ModelCheckpoint(Saver):
     def _save_periodic(self, name: str) -> None:
         self._saved_at, self._since = self.model.steps_trained, time.monotonic()
         self._retention.add(name)
-        self._save(name)
+        # A thread tells of a failure only at the next save: then neither name is sure.
+        self._newest = name if self._save(name) else None
 
-    def _save(self, name: str) -> None:
-        """Save under a name, then delete what is not to be kept any more. Called on all ranks."""
+    def _save(self, name: str) -> bool:
+        """Save under a name, then delete what is not to be kept any more; whether it was saved. Called on all ranks."""
         folder, identity, dropped = self._folder(), self._retention.identity(name), self._retention.dropped()
         path = os.path.join(folder, name)
 
@@ -183,8 +184,10 @@ class ModelCheckpoint(Saver):
             with checkpoint.identified(identity):
                 self._write(path, folder, dropped)
 
-        if save_on_rank_0(save, self.on_save_error):
+        saved = save_on_rank_0(save, self.on_save_error)
+        if saved:
             note(self.verbose, self.params, f"ModelCheckpoint: saved {path}")
+        return saved
 
     def _folder(self) -> Path:
         return Path(self.save_dir if self.save_dir is not None else self.params["save_dir"])
@@ -209,10 +212,9 @@ class ModelCheckpoint(Saver):
         if error is not None:
             raise error
 
-    def _finish(self) -> None:
-        """Wait for the last save, and agree on what became of it."""
-        if self._writer is not None:
-            save_on_rank_0(self._raise_pending, self.on_save_error)
+    def _finish(self) -> bool:
+        """Wait for the last save, and agree on what became of it: whether it is there."""
+        return self._writer is None or save_on_rank_0(self._raise_pending, self.on_save_error)
 
     def _raise_pending(self) -> None:
         error = self._writer.wait() if self._writer is not None else None

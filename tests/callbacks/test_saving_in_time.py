@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 import warnings
@@ -27,7 +28,8 @@ def fit(folder, *callbacks, model=None, epochs=3, **options):
     torch.manual_seed(0)
     net = nn.Linear(4, 2)
     model = model or hapi.Model(net).prepare("adam", nn.CrossEntropyLoss())
-    model.fit((X, Y), batch_size=4, epochs=epochs, save_dir=folder, seed=1, verbose=0, callbacks=callbacks, **options)
+    options = {"verbose": 0} | options
+    model.fit((X, Y), batch_size=4, epochs=epochs, save_dir=folder, seed=1, callbacks=callbacks, **options)
     return model
 
 
@@ -298,3 +300,42 @@ def test_a_wish_is_asked_for_by_rank_0_and_agreed_for_each(monkeypatch):
     meeting._countdown = 1
     meeting.in_evaluation()
     assert not meeting.saves and not savers[0].is_due
+
+
+# What a run that is told to stop says.
+
+
+class Stops(Callback):
+    """Told to stop at the end of the first epoch, once it is saved, or after the tenth step."""
+
+    def __init__(self, hook):
+        self.hook = hook
+
+    def on_epoch_end(self, epoch, logs=None):
+        if self.hook == "epoch":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_train_batch_end(self, step, logs=None):
+        if self.hook == "step" and step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("hook", "name"), [("epoch", "1"), ("step", "step_7")])
+def test_a_stop_names_what_is_there(tmp_path, capsys, hook, name, asynchronous):
+    with pytest.raises(SystemExit):
+        fit(tmp_path, ModelCheckpoint(asynchronous=asynchronous, verbose=1), Stops(hook), verbose=1)
+    assert name in names(tmp_path)
+    assert f"resume=True) goes on from {tmp_path}/{name}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_stop_whose_save_fails_names_no_file(tmp_path, capsys, monkeypatch, asynchronous):
+    def draft(path, *rest):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(files, "draft", draft)
+    keep = ModelCheckpoint(asynchronous=asynchronous, on_save_error="continue")
+    with pytest.raises(SystemExit), pytest.warns(UserWarning, match="goes on without this checkpoint"):
+        fit(tmp_path, keep, Stops("step"), verbose=1)
+    assert f"resume=True) goes on from the newest checkpoint in {tmp_path}\n" in capsys.readouterr().out
