@@ -8,6 +8,7 @@ import errno
 import io
 import os
 import re
+import threading
 import time
 import uuid
 import warnings
@@ -48,15 +49,20 @@ def write(path: Path, content: Any) -> None:
         rename(new, path)
 
 
+# The option of checksums is the whole process's, and a thread may write a checkpoint beside another save.
+_saving = threading.Lock()
+
+
 def save_object(content: Any, path: Path) -> None:
     """torch.save, with checksums whatever the script has set: without them `read` would refuse the file."""
-    chosen = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(True)
-    try:
-        with opened(path) as file:
-            torch.save(content, file)
-    finally:
-        torch.serialization.set_crc32_options(chosen)
+    with _saving:
+        chosen = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(True)
+        try:
+            with opened(path) as file:
+                torch.save(content, file)
+        finally:
+            torch.serialization.set_crc32_options(chosen)
 
 
 class _Sink:
@@ -259,12 +265,26 @@ def with_own_tensors(value: Any, copies: dict[int, Any]) -> Any:
         copies: Of its tensors, as `copy.deepcopy` keeps them: tensors that share memory go on doing so.
     """
     if isinstance(value, torch.Tensor):
-        return copy.deepcopy(value, copies)
-    if isinstance(value, dict) and type(value) is not Counter:
-        return {key: with_own_tensors(item, copies) for key, item in value.items()}
-    if type(value) in (list, tuple):
+        return _own_tensor(value, copies)
+    if isinstance(value, dict):
+        items = {key: with_own_tensors(item, copies) for key, item in value.items()}
+        return Counter(items) if type(value) is Counter else items
+    if type(value) in (list, tuple, set):
         return type(value)(with_own_tensors(item, copies) for item in value)
     return value
+
+
+def _own_tensor(value: torch.Tensor, copies: dict[int, Any]) -> torch.Tensor:
+    if id(value) not in copies:
+        # Of the memory alone: a gradient would be copied with it, and a parameter's own copy shares memory with no
+        # other. What is copied must live as long as its id is looked up.
+        own = copy.deepcopy(value.detach(), copies)
+        is_parameter = type(value) is torch.nn.Parameter
+        if is_parameter:
+            own = torch.nn.Parameter(own, value.requires_grad)
+        copies[id(value)] = own if is_parameter else own.requires_grad_(value.requires_grad)
+    copied: torch.Tensor = copies[id(value)]
+    return copied
 
 
 def _plain_tensor(value: torch.Tensor, where: str) -> torch.Tensor:
@@ -274,9 +294,10 @@ def _plain_tensor(value: torch.Tensor, where: str) -> torch.Tensor:
             "Let the network see a batch first (lazy layers), or put it on a device (meta tensors)."
         )
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
-        return value.as_subclass(torch.Tensor)
-    # Attributes that someone has hung on it would be saved with it, and be refused.
-    return value.detach() if vars(value) else value
+        return value.as_subclass(torch.Tensor).detach()
+    # Attributes that someone has hung on it would be saved with it, and be refused. What it was computed from has no
+    # place in a file, and lets nobody copy it.
+    return value.detach() if vars(value) or not value.is_leaf else value
 
 
 def _plain_value(value: Any, where: str) -> Any:

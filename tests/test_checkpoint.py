@@ -7,6 +7,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from collections import Counter, namedtuple
 from collections.abc import Callable
@@ -732,3 +733,112 @@ def test_a_training_state_that_waits_for_nothing_goes_as_a_fit_begins(tmp_path: 
     assert needed.exists() and theirs.exists() and damaged.exists() and young.exists()
     assert not any(path.exists() for path in gone)
     model(seed=1).load(tmp_path / "step_9")
+
+
+# Tensors of every kind, saved at once and by a thread.
+
+
+class OwnKind(torch.Tensor):
+    pass
+
+
+def odd_tensors() -> dict[str, Any]:
+    base = torch.arange(12.0)
+    parameter = nn.Parameter(base[:4])
+    weight = nn.Parameter(torch.ones(3))
+    (weight * 2).sum().backward()
+    labelled = nn.Parameter(torch.ones(2))
+    labelled.note = {"of": "someone"}  # type: ignore[attr-defined]
+    return {
+        "computed": weight * 3,
+        "parameter": parameter,
+        "frozen": nn.Parameter(torch.ones(2, dtype=torch.long), requires_grad=False),
+        "leaf": torch.zeros(2, requires_grad=True),
+        "weight": weight,
+        "labelled": labelled,
+        "own kind": torch.ones(2, requires_grad=True).as_subclass(OwnKind),
+        "shared": [base, base[2:6], base.view(3, 4).T],
+        "same": (weight, weight),
+        "set": {torch.tensor(5.0)},
+        "sparse": torch.eye(3).to_sparse(),
+        "conjugated": torch.tensor([1 + 2j]).conj(),
+        "counter": Counter({3: 2}),
+    }
+
+
+def saved_by_fit(folder: Path, state: dict[str, Any], asynchronous: bool) -> dict[str, Any]:
+    fit(model(), save_dir=folder, callbacks=[Remembers(state), ModelCheckpoint(asynchronous=asynchronous)])
+    content = torch.load(folder / "final.opt.pt", weights_only=True)
+    memory: dict[str, Any] = content["callbacks"]["Remembers.0"]["memory"]
+    return memory
+
+
+def described(value: Any) -> Any:
+    """Kind and values of all tensors, and what memory they have in common."""
+    if isinstance(value, torch.Tensor):
+        dense = value.detach().to_dense().resolve_conj()
+        return type(value), value.requires_grad, value.is_leaf, value.layout, tuple(value.stride()), dense.tolist()
+    if isinstance(value, dict):
+        return {key: described(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return type(value), [described(item) for item in value]
+    return value
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_tensors_of_every_kind_come_out_right(tmp_path: Path, asynchronous: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of sparse tensors, whose invariants are checked
+        given = odd_tensors()
+        del given["sparse"]
+        loaded = saved_by_fit(tmp_path, given, asynchronous)
+    plain = {**given, **{name: given[name].detach() for name in ("computed", "labelled")}}
+    plain["own kind"] = given["own kind"].detach().as_subclass(torch.Tensor)
+    assert described(loaded) == described(plain)
+    memory = {tensor.untyped_storage().data_ptr() for tensor in (*loaded["shared"], loaded["parameter"])}
+    assert len(memory) == 1, "what shared memory still does"
+    assert loaded["same"][0] is loaded["same"][1] is loaded["weight"]
+    assert all(tensor.grad is None for tensor in loaded["same"])
+    assert torch.equal(loaded["shared"][0], torch.arange(12.0))
+
+
+def test_a_copy_for_a_thread_changes_no_more(tmp_path: Path) -> None:
+    given = odd_tensors()
+    plain = files.as_plain(given, "given")
+    before = described(plain)
+    copied = files.with_own_tensors(plain, {})
+    assert described(copied) == before
+    with torch.no_grad():
+        for value in (*given["shared"], *given["set"], given["weight"], given["leaf"], given["labelled"]):
+            value.mul_(0).sub_(1)
+        given["sparse"].mul_(0)
+    assert described(copied) == before
+
+
+def test_two_threads_that_save_leave_the_script_s_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    second, first_done = threading.Event(), threading.Event()
+    seen, real = [], torch.save
+    other = threading.Thread(target=lambda: files.save_object([2], tmp_path / "2.pt"))
+
+    def save(content: Any, file: Any) -> None:
+        if content == [1]:
+            # The other save comes into this one, if it can, and would read the option that this one has set.
+            other.start()
+            second.wait(0.1)
+        else:
+            second.set()
+            first_done.wait(5)
+        seen.append(torch.serialization.get_crc32_options())
+        real(content, file)
+
+    monkeypatch.setattr(torch, "save", save)
+    chosen = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        files.save_object([1], tmp_path / "1.pt")
+        first_done.set()
+        other.join()
+        assert torch.serialization.get_crc32_options() is False and seen == [True, True]
+    finally:
+        torch.serialization.set_crc32_options(chosen)
+    assert (files.read(tmp_path / "1.pt"), files.read(tmp_path / "2.pt")) == ([1], [2])
