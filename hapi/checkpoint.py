@@ -327,13 +327,16 @@ def warn_of_weights_alone(path: str | Path) -> None:
     )
 
 
-def newest(folder: str | Path, network: nn.Module, run: str | None = None) -> tuple[str | None, list[str]]:
+def newest(
+    folder: str | Path, network: nn.Module, run: str | None = None, fit: int | None = None
+) -> tuple[str | None, list[str]]:
     """The newest whole checkpoint of a folder that fits a network: of the run begun last, the furthest of its steps.
 
     Args:
         folder: Where to look.
         network: Whose weights are wanted.
         run: Only of this run (`group.run_name`); None: of any.
+        fit: Only of the call of fit with this number in its process; None: of any.
 
     Returns:
         Its path without ending, None if there is none; and what was passed over, a line each with the reason.
@@ -355,6 +358,8 @@ def newest(folder: str | Path, network: nn.Module, run: str | None = None) -> tu
                 raise ValueError(f"{path} has no {training_path(path).name} beside it: the pair is not whole.")
             if run is not None and training["position"].get("run") != run:
                 raise ValueError(f"{path} is of an earlier run; resume=True would go on from it.")
+            if fit is not None and training["position"].get("fit", fit) != fit:
+                continue  # a script may call fit several times, and comes to the others by itself
             differences(weights, network, skip_mismatch=False)
             # So that whoever copies the two files has both.
             pairs.finish(path, training_path(path), weights.identity)

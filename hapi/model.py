@@ -306,12 +306,10 @@ class Model:
         """Load, and return the training state that was restored; None if there was none."""
         # What rank 0 saved before this call is on the disk once it arrives here.
         group.barrier()
-        weights = checkpoint.read_weights(path)
-        training = None
-        if self.optimizer is not None and not reset_optimizer and weights.identity is not None:
-            training = checkpoint.read_training(path, weights.identity)
-            if training is None:
-                checkpoint.warn_of_weights_alone(path)
+        wants_training = self.optimizer is not None and not reset_optimizer
+        weights, training = checkpoint.read_pair(path, wants_training)
+        if wants_training and weights.identity is not None and training is None:
+            checkpoint.warn_of_weights_alone(path)
         skipped = checkpoint.differences(weights, self.network, skip_mismatch)
         if training is not None and not skipped:
             # First what may still be refused, so that an error leaves the network as it was.

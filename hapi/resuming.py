@@ -26,7 +26,7 @@ def start(model: Model, options: FitOptions) -> tuple[int, dict[str, Any] | None
     """The run's seed; where it goes on from a checkpoint, load that, and give its training state."""
     # Drawn in any case, so that the script's own stream goes on alike.
     seed = group.broadcast_object(rng.draw_seed() if options.seed is None else options.seed)
-    source = find(options, model.network)
+    source = find(options, model.network, model._engine.fits)
     model._engine.begun = time.time()
     if source is None:
         _tell_of_others(options)
@@ -75,8 +75,13 @@ def _tell_of_others(options: FitOptions) -> None:
         )
 
 
-def find(options: FitOptions, network: nn.Module) -> str | None:
+def find(options: FitOptions, network: nn.Module, fit: int) -> str | None:
     """The checkpoint that fit goes on from, the same on every rank; None for a fresh start.
+
+    Args:
+        options: Of the call.
+        network: Whose checkpoint.
+        fit: The number of this call of fit in the process.
 
     What was passed over in the search, and why, is printed by rank 0.
     """
@@ -85,7 +90,7 @@ def find(options: FitOptions, network: nn.Module) -> str | None:
     if options.resume is False or (options.resume is None and not group.was_restarted()):
         return None
     # Unasked, only what this very run has saved is gone on from.
-    run = group.run_name() if options.resume is None else None
+    only = (group.run_name(), fit) if options.resume is None else (None, None)
     folder = options.save_dir
     if options.resume is not None and not isinstance(options.resume, bool):
         given = str(options.resume).rstrip("/\\") or "/"
@@ -95,7 +100,7 @@ def find(options: FitOptions, network: nn.Module) -> str | None:
     if folder is None:
         return None
     # Rank 0 writes the files, and may be the only one to see them whole at this moment.
-    found, passed_over, unfit = group.broadcast_object(_searched(folder, network, run))
+    found, passed_over, unfit = group.broadcast_object(_searched(folder, network, *only))
     if unfit is not None:
         # A fresh start would replace the checkpoints of another network, one after the other.
         raise ValueError(f"resume found no checkpoint to go on from: {unfit} To start anew, choose another save_dir.")
@@ -106,12 +111,14 @@ def find(options: FitOptions, network: nn.Module) -> str | None:
     return found
 
 
-def _searched(folder: str | Path, network: nn.Module, run: str | None) -> tuple[str | None, list[str], str | None]:
+def _searched(
+    folder: str | Path, network: nn.Module, run: str | None, fit: int | None
+) -> tuple[str | None, list[str], str | None]:
     """What `checkpoint.newest` finds, on rank 0; an error as its text, which all ranks get."""
     if not group.speaks_for_all():
         return None, [], None
     try:
-        return *checkpoint.newest(folder, network, run), None
+        return *checkpoint.newest(folder, network, run, fit), None
     except checkpoint.UnfitError as error:
         return None, [], str(error)
 

@@ -183,3 +183,41 @@ def test_a_folder_of_another_network_is_not_overwritten(tmp_path):
     with pytest.raises(ValueError, match=r"no checkpoint to go on from: .*of another network.*another save_dir"):
         other.fit(data, epochs=3, save_dir=tmp_path, resume=True, verbose=0)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_script_of_several_fits_is_restarted_in_the_one_that_was_cut(tmp_path, monkeypatch):
+    """In one folder, as under a launcher that restarts: each fit goes on from its own checkpoints."""
+
+    class Ended(RuntimeError):
+        pass
+
+    class EndsAt(hapi.callbacks.Callback):
+        def __init__(self, epoch):
+            self.epoch = epoch
+
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == self.epoch:
+                raise Ended
+
+    x, y = torch.randn(20, 6, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
+
+    def script(folder, *callbacks):
+        torch.manual_seed(0)
+        model = hapi.Model(torch.nn.Linear(6, 3)).prepare("adam", torch.nn.CrossEntropyLoss())
+        histories = [
+            model.fit((x, y), epochs=epochs, save_dir=folder, seed=epochs, verbose=0, callbacks=list(callbacks)).epoch
+            for epochs in (2, 3)
+        ]
+        return histories, model.network.weight
+
+    expected, weight = script(tmp_path / "straight")
+    assert expected == [[1, 2], [3, 4, 5]]
+    for ends in (0, 1, 2, 3, 4):
+        folder = tmp_path / str(ends)
+        monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+        with pytest.raises(Ended):
+            script(folder, EndsAt(ends))
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        histories, resumed = script(folder)
+        assert histories == expected, ends
+        assert torch.equal(resumed, weight), ends
