@@ -263,7 +263,8 @@ def put_weights(weights: Weights, network: nn.Module, skipped: list[str]) -> Non
         loaded = f"loaded {len(fits)} of {len(expected)} entries"
         warnings.warn(f"{weights.source}: {loaded}. Skipped: {'; '.join(skipped)}", stacklevel=4)
     # By its version a module tells a state dict of its own from one of an older form, which it would convert.
-    metadata = getattr(weights.state, "_metadata", None) or {}
+    metadata = getattr(weights.state, "_metadata", None)
+    metadata = metadata if isinstance(metadata, Mapping) else {}
     modules = {name: module for name, module in network.named_modules(remove_duplicate=False)}
     fits._metadata = fitting.unwrapped_names(metadata, modules)  # type: ignore[attr-defined]
     network.load_state_dict(fits, strict=False)

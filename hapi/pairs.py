@@ -12,7 +12,7 @@ import importlib
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,9 +69,11 @@ def training_of(training_file: Path, identity: str | None) -> Path:
 
 def identity_in(weights: Any) -> str | None:
     """The id in what a file of weights holds; None for one that `save` did not write."""
-    metadata = getattr(weights, "_metadata", None) or {}
-    identity: str | None = metadata.get("hapi", {}).get("id")
-    return identity
+    # Of a file from elsewhere, any of this may be something else.
+    metadata = getattr(weights, "_metadata", None)
+    own = metadata.get("hapi") if isinstance(metadata, Mapping) else None
+    identity = own.get("id") if isinstance(own, Mapping) else None
+    return identity if isinstance(identity, str) else None
 
 
 def finish(weights_file: Path, training_file: Path, identity: str) -> None:

@@ -378,3 +378,21 @@ def test_an_optimizer_with_a_state_beside_its_parameters(tmp_path: Path) -> None
 
     straight, second = cut_and_resumed(tmp_path, made, list, 2)
     assert same(straight, second) and second.optimizer.state["all"]["steps"] == 20
+
+
+def test_an_epoch_whose_own_file_a_kill_came_before_gets_it(tmp_path: Path) -> None:
+    class Cuts(ModelCheckpoint):
+        def _save_if_due(self, number: int) -> None:
+            if number == 2:
+                raise Cut
+            super()._save_if_due(number)
+
+    Cuts.__name__ = ModelCheckpoint.__name__  # by which its state is found
+    with pytest.raises(Cut):
+        fit(model(), tmp_path, 4, callbacks=Cuts(save_dir=tmp_path, monitor="loss"))
+    assert (tmp_path / "best_model.pt").exists() and not (tmp_path / "2.pt").exists()
+    fit(model(), tmp_path, 4, callbacks=ModelCheckpoint(save_dir=tmp_path, monitor="loss"), resume=True)
+    straight, second = model(), model()
+    fit(straight, tmp_path / "straight", 2)
+    second.load(tmp_path / "2")
+    assert same(straight, second) and second.epochs_trained == 2

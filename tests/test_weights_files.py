@@ -344,3 +344,12 @@ def test_tensors_on_the_cpu_are_all_that_a_read_gives(tmp_path: Path) -> None:
         tensorfile.write(tmp_path / "net.safetensors", network().state_dict())
         state = tensorfile.read(tmp_path / "net.safetensors")
     assert all(tensor.device.type == "cpu" and type(tensor) is torch.Tensor for tensor in state.values())
+
+
+@pytest.mark.parametrize("metadata", [[1], {"hapi": 3}, {"hapi": {"id": 3}}, 7])
+def test_odd_metadata_of_a_file_from_elsewhere(tmp_path: Path, metadata: Any) -> None:
+    state = network().state_dict()
+    state._metadata = metadata
+    torch.save(state, tmp_path / "x.pt")
+    assert checkpoint.newest(tmp_path, network())[0] is None
+    hapi.Model(network()).load(tmp_path / "x")

@@ -100,15 +100,17 @@ class ModelCheckpoint(Saver):
             self._watch.check(self.params)
             self._watch.best = None
 
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Save what a kill came before: the run goes on from ``best_model``, and its epoch's own file is not there."""
+        if self._unsaved == epoch:
+            self._save_if_due(epoch)
+
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Save what is due."""
-        number = epoch + 1
+        number = self._unsaved = epoch + 1
         if self._watch is not None:
             self._save_best(number, (logs or {}).get(self._watch.name))
-        self._unsaved = number
-        save_freq = self.save_freq or self.params.get("save_freq") or 1
-        if number % save_freq == 0 or number == self.params.get("last_epoch"):
-            self._save_epoch(number)
+        self._save_if_due(number)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Save ``final``, and the last epoch if the fit was stopped before it was due."""
@@ -148,13 +150,19 @@ class ModelCheckpoint(Saver):
     def state_dict(self) -> dict[str, Any]:
         """The best value, and which files are its own."""
         best = {"best": self._watch.best} if self._watch is not None else {}
-        return {**best, **self._retention.state_dict()}
+        return {**best, "unsaved": self._unsaved, **self._retention.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         if self._watch is not None:
             self._watch.best = state.get("best")
+        self._unsaved = state.get("unsaved")
         self._retention.load_state_dict(state)
+
+    def _save_if_due(self, number: int) -> None:
+        save_freq = self.save_freq or self.params.get("save_freq") or 1
+        if number % save_freq == 0 or number == self.params.get("last_epoch"):
+            self._save_epoch(number)
 
     def _save_best(self, number: int, value: Any) -> None:
         if self._watch is None or value is None:
