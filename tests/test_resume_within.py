@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import hapi
 
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 import resume_within
-from resume_within import EPOCHS, ROWS, Ended, EndsAt, Kept, Noisy, trained
+from resume_within import EPOCHS, ROWS, Ended, EndsAt, Kept, Noisy, X, Y, compare, trained
 
 
 @pytest.mark.parametrize("kind", [*resume_within.KINDS, "compiled"])
@@ -110,3 +111,59 @@ def test_each_state_is_needed(tmp_path, kind, keys, value):
     without(newest, *keys, value=value)
     with pytest.raises(AssertionError, match=kind):
         resume_within.compare(kind, straight, trained(kind, tmp_path / "cut", Kept(), resume=newest))
+
+
+class NoisyLoader(DataLoader):
+    """Adds noise on the way, in an __iter__ of its own."""
+
+    def __iter__(self):
+        for x, y in super().__iter__():
+            yield x + 0.1 * torch.randn(6), y
+
+
+class PlainWay(DataLoader):
+    """An __iter__ of its own that changes nothing."""
+
+    def __iter__(self):
+        yield from super().__iter__()
+
+
+def picked(items):
+    """A batch that has its samples, or none, by chance."""
+    x, y = default_collate(items)
+    kept = len(y) if torch.rand(()) < 0.7 else 0
+    return x[:kept] + 0.1 * torch.randn(6), y[:kept]
+
+
+LOADERS = {
+    "noise in __iter__": lambda: NoisyLoader(TensorDataset(X, Y), batch_size=4, shuffle=True),
+    "noise behind": lambda: PlainWay(Noisy(), batch_size=4, shuffle=True),
+    "noise behind, left alone": lambda: sharded(PlainWay(Noisy(), batch_size=4, shuffle=True)),
+    "batches without samples": lambda: PlainWay(Noisy(), batch_size=4, shuffle=True, collate_fn=picked),
+    "workers": lambda: NoisyLoader(Noisy(), batch_size=4, shuffle=True, num_workers=1),
+    "stateful": lambda: NoisyStateful(),
+}
+
+
+class NoisyStateful(resume_within.Stateful):
+    """Knows its place, and one of its batches has no samples."""
+
+    def __iter__(self):
+        for x, y in super().__iter__():
+            kept = len(y) * (self.at != 3)
+            yield x[:kept] + 0.1 * torch.randn(6), y[:kept]
+
+
+def sharded(loader):
+    loader.sharded = True
+    return loader
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_what_is_read_as_it_is_has_streams_of_its_own_for_each_batch(tmp_path, kind):
+    straight = trained("loader", tmp_path / "straight", Kept(), data=LOADERS[kind]())
+    per_epoch = straight.steps_trained // EPOCHS
+    for stop in (EndsAt(per_epoch - 2), EndsAt(per_epoch + 3)):
+        with pytest.raises(Ended):
+            trained("loader", tmp_path / "cut", stop, data=LOADERS[kind](), resume=True)
+    compare(kind, straight, trained("loader", tmp_path / "cut", Kept(), data=LOADERS[kind](), resume=True))

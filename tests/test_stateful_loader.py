@@ -102,3 +102,42 @@ def test_it_goes_on_where_it_was(kind: str, stop: int, tmp_path: Path) -> None:
     assert resumed_history == history
     # Workers load in processes of their own.
     assert len(loaded) == (0 if "worker" in kind else 3 * N)
+
+
+class NoisyRows(Rows):
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x + 0.1 * torch.randn(6), y
+
+
+class Noisy(StatefulDataLoader[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        for x, y in super().__iter__():
+            yield x + 0.1 * torch.randn(6), y
+
+
+NOISY: dict[str, Callable[[list[int]], Any]] = {
+    "map-style": lambda loaded: StatefulDataLoader(NoisyRows(loaded), batch_size=4, shuffle=True),
+    "a subclass": lambda loaded: Noisy(NoisyRows(loaded), batch_size=4, shuffle=True),
+    "a sampler that redraws": lambda loaded: Noisy(
+        NoisyRows(loaded), batch_size=4, sampler=torch.utils.data.SubsetRandomSampler(range(N))
+    ),
+    "workers": lambda loaded: Noisy(Rows(loaded), batch_size=4, shuffle=True, num_workers=1),
+    "workers that stay": lambda loaded: Noisy(
+        Rows(loaded), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital")
+@pytest.mark.parametrize("stop", [4, 11, 15])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if "worker" in kind else kind for kind in NOISY]
+)
+def test_its_noise_goes_on_too(kind: str, stop: int, tmp_path: Path) -> None:
+    straight, history = trained(NOISY[kind], [], tmp_path / "straight")
+    with pytest.raises(SystemExit):
+        trained(NOISY[kind], [], tmp_path / "cut", stop)
+    resumed, resumed_history = trained(NOISY[kind], [], tmp_path / "cut", resume=True)
+    assert all(map(torch.equal, straight.values(), resumed.values()))
+    assert resumed_history == history

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +49,9 @@ class Start(NamedTuple):
 
 
 BEGINNING = Start()
+
+Local = tuple[Any, int, int | torch.Tensor]
+"""A batch of this rank, its samples, its position."""
 
 
 class Feed(ABC):
@@ -129,6 +133,32 @@ class Feed(ABC):
         return batches.move(batch, self._device, self.floats)
 
 
+def in_step(local: Iterator[Local], lockstep: bool, skipped: int = 0) -> Iterator[Piece]:
+    """This rank's batches as pieces that end together on all ranks.
+
+    Who still has data is agreed by one asynchronous sum a step, begun a step ahead: a rank whose data has ended goes
+    on with empty pieces until the last one has ended, and nobody waits.
+
+    Args:
+        local: This rank's own batches.
+        lockstep: Whether the ranks must take the same number of steps (training). Otherwise each goes to its own end.
+        skipped: How many of the batches an earlier process has trained on.
+    """
+    # A batch without samples (all filtered out by a collate function) is no step, and no end either.
+    local = islice((entry for entry in local if entry[1]), skipped, None)
+    if not lockstep or group.get_world_size() == 1:
+        for batch, size, position in local:
+            yield Piece(batch, size, size, position)
+        return
+    upcoming = next(local, None)
+    pending = group.PendingSum(upcoming[1] if upcoming else 0)
+    while total := pending.wait():
+        current = upcoming
+        upcoming = next(local, None) if current else None
+        pending = group.PendingSum(upcoming[1] if upcoming else 0)
+        yield Piece(*current[:2], total, current[2]) if current else Piece(None, 0, total, 0)
+
+
 class SourceFeed(Feed):
     """In-memory data, indexed a batch at a time in this process."""
 
@@ -200,3 +230,34 @@ class DatasetFeed(Feed):
         for position, (indices, total) in self._order.numbered(epoch, start.step, start.taken):
             size = len(indices)
             yield Piece(next(loaded) if size else None, size, total, position)
+
+
+class LocalFeed(Feed):
+    """Map-style data of which this rank holds its own part: every rank reads all of its own, and they end together.
+
+    Args:
+        own: The feed of this rank's part, as if it were alone.
+        device: Where the network computes.
+        lockstep: Whether the ranks must take the same number of steps.
+    """
+
+    def __init__(self, own: Feed, device: torch.device, lockstep: bool) -> None:
+        super().__init__(device)
+        self._own = own
+        self._lockstep = lockstep
+        self.ordered = group.get_world_size() == 1
+        if self.ordered:
+            self.steps, self.samples = own.steps, own.samples
+
+    def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
+        """See `Feed.pieces`."""
+        own = start._replace(taken=start.step * (self._own.stride or 0))
+        return in_step(((p.batch, p.size, p.position) for p in self._own.pieces(epoch, own)), self._lockstep)
+
+    def place(self, batch: Any) -> Any:
+        """See `Feed.place`."""
+        return self._own.place(batch)
+
+    def close(self) -> None:
+        """See `Feed.close`."""
+        self._own.close()

@@ -30,7 +30,7 @@ from hapi import batch as batches
 from hapi import rng
 from hapi.data.collate import Collate, Convert
 from hapi.data.epochs import set_epoch
-from hapi.data.feeds import BEGINNING, Feed, Piece, Start
+from hapi.data.feeds import BEGINNING, Feed, Piece, Start, in_step
 from hapi.data.streams import (
     IterableFeed,
     PositionedCollate,
@@ -38,7 +38,6 @@ from hapi.data.streams import (
     ShardedIterable,
     declares_shards,
     drawn_alike,
-    in_step,
     shards_itself,
 )
 from hapi.data.workers import Keyed, KeyedDataset, RefillableSampler, WorkerInit

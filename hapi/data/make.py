@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hapi import rng
 from hapi.batch import map_tensors
-from hapi.data.feeds import DatasetFeed, Feed, SourceFeed
+from hapi.data.feeds import DatasetFeed, Feed, LocalFeed, SourceFeed
 from hapi.data.loaders import iterable_loader, loader_feed, tell_of_the_sampler
 from hapi.data.order import GlobalOrder
 from hapi.data.sameness import same_data
@@ -19,7 +19,6 @@ from hapi.data.sources import as_batch_source, is_columns
 from hapi.data.streams import (
     BatchesFeed,
     IterableFeed,
-    LocalFeed,
     SelfShardedFeed,
     declares_shards,
     shards_itself,

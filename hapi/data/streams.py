@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count, islice
 from typing import Any, TypeVar, cast
 
@@ -16,38 +16,11 @@ from torch.utils.data._utils import worker as torch_worker
 from hapi import batch as batches
 from hapi import rng
 from hapi.data.epochs import set_epoch
-from hapi.data.feeds import BEGINNING, Feed, Piece, Start
+from hapi.data.feeds import BEGINNING, Feed, Local, Piece, Start, in_step
+from hapi.data.workers import GivenWorkers
 from hapi.distributed import group
 
 T = TypeVar("T")
-Local = tuple[Any, int, int | torch.Tensor]
-"""A batch of this rank, its samples, its position."""
-
-
-def in_step(local: Iterator[Local], lockstep: bool, skipped: int = 0) -> Iterator[Piece]:
-    """This rank's batches as pieces that end together on all ranks.
-
-    Who still has data is agreed by one asynchronous sum a step, begun a step ahead: a rank whose data has ended goes
-    on with empty pieces until the last one has ended, and nobody waits.
-
-    Args:
-        local: This rank's own batches.
-        lockstep: Whether the ranks must take the same number of steps (training). Otherwise each goes to its own end.
-        skipped: How many of the batches an earlier process has trained on.
-    """
-    # A batch without samples (all filtered out by a collate function) is no step, and no end either.
-    local = islice((entry for entry in local if entry[1]), skipped, None)
-    if not lockstep or group.get_world_size() == 1:
-        for batch, size, position in local:
-            yield Piece(batch, size, size, position)
-        return
-    upcoming = next(local, None)
-    pending = group.PendingSum(upcoming[1] if upcoming else 0)
-    while total := pending.wait():
-        current = upcoming
-        upcoming = next(local, None) if current else None
-        pending = group.PendingSum(upcoming[1] if upcoming else 0)
-        yield Piece(*current[:2], total, current[2]) if current else Piece(None, 0, total, 0)
 
 
 def drawn_alike(data: Iterable[T], seed: int, epoch: int, at_once: int = 1) -> Iterator[T]:
@@ -75,6 +48,9 @@ class SelfShardedFeed(Feed):
 
     One with `state_dict` and `load_state_dict`, as torchdata's StatefulDataLoader, is asked after each batch where it
     stands; of any other, what an earlier process has trained on is read again.
+
+    Random streams start alike on every rank: who shuffles all of the data before taking a part of it counts on it, as
+    scripts do. From the second batch on each has streams of its own, whatever training steps have drawn in between.
     """
 
     def __init__(self, loader: Iterable[Any], device: torch.device, seed: int, lockstep: bool) -> None:
@@ -82,6 +58,7 @@ class SelfShardedFeed(Feed):
         self._loader = loader
         self._seed = seed
         self._lockstep = lockstep
+        self._workers = GivenWorkers(loader)
         self.ordered = group.get_world_size() == 1
         if self.ordered and isinstance(loader, Sized) and not _is_iterable_loader(loader):
             self.steps = len(loader)
@@ -91,73 +68,73 @@ class SelfShardedFeed(Feed):
         # After each of the last two batches: one may have been read ahead.
         self._states: deque[Any] = deque(maxlen=2)
         self._ahead = 0
+        self._has_loaded = False
+        self._at_close: Any = None
 
     def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
         """See `Feed.pieces`."""
         set_epoch(self._loader, epoch)
-        # Whoever shuffles all of the data before taking a part of it counts on equal generators, as scripts have them.
-        rng.set_streams(rng.mix(self._seed, rng.ORDER, epoch))
         self.restore(start.data)
         skipped = start.step if self._stateful is None or start.data is None else 0
         self._states.clear()
         self._ahead = -skipped
-        for piece in in_step(self._numbered(start.step - skipped), self._lockstep, skipped):
+        for piece in in_step(self._numbered(epoch, start.step - skipped), self._lockstep, skipped):
             self._ahead -= 1
             yield piece
 
-    def _numbered(self, first: int) -> Iterator[Local]:
-        for number, batch in enumerate(self._loader, first):
+    def _numbered(self, epoch: int, first: int) -> Iterator[Local]:
+        self._set_out(epoch)
+        rank, empty = group.get_rank(), 0
+        if first:
+            rng.set_streams(rng.mix(self._seed, rng.FETCH, epoch, first, empty, rank))
+        # Streams are keyed by the batches that had samples before: so far a state that is loaded again knows its place.
+        given = first
+        for number, batch in enumerate(self._workers.reading(self._loader), first):
             size = batches.size_of(batch)
+            given, empty = (given + 1, 0) if size else (given, empty + 1)
             if size:
                 self._ahead += 1
                 if self._stateful is not None:
                     self._states.append(copy.deepcopy(self._stateful.state_dict()))
             yield batch, size, number
+            rng.set_streams(rng.mix(self._seed, rng.FETCH, epoch, given, empty, rank))
+
+    def _set_out(self, epoch: int) -> None:
+        key = rng.mix(self._seed, rng.ORDER, epoch)
+        rng.set_streams(key)
+        if self._has_loaded and isinstance(self._loader, DataLoader):
+            # torchdata's takes a loaded state in when it is asked for its own, and draws as at the start of a pass.
+            # Were it to happen as a batch is read, that one would have other streams than in a run that was not ended.
+            self._ask()
+            rng.set_streams(key)
+        self._has_loaded = False
 
     def state(self, within: bool) -> Any:
         """See `Feed.state`. A batch that is read ahead belongs to the next process."""
         if self._stateful is None:
             return None
         if not within or not self._states:
-            return self._stateful.state_dict()
+            return self._ask() if self._at_close is None else self._at_close
         # Below zero where this rank's data has ended before the others'.
         return self._states[-1 - min(max(0, self._ahead), len(self._states) - 1)]
+
+    def _ask(self) -> Any:
+        with self._workers.starting():
+            return self._stateful.state_dict()
 
     def restore(self, state: Any) -> None:
         """See `Feed.restore`."""
         if state is not None and self._stateful is not None:
             self._stateful.load_state_dict(state)
-
-
-class LocalFeed(Feed):
-    """Map-style data of which this rank holds its own part: every rank reads all of its own, and they end together.
-
-    Args:
-        own: The feed of this rank's part, as if it were alone.
-        device: Where the network computes.
-        lockstep: Whether the ranks must take the same number of steps.
-    """
-
-    def __init__(self, own: Feed, device: torch.device, lockstep: bool) -> None:
-        super().__init__(device)
-        self._own = own
-        self._lockstep = lockstep
-        self.ordered = group.get_world_size() == 1
-        if self.ordered:
-            self.steps, self.samples = own.steps, own.samples
-
-    def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
-        """See `Feed.pieces`."""
-        own = start._replace(taken=start.step * (self._own.stride or 0))
-        return in_step(((p.batch, p.size, p.position) for p in self._own.pieces(epoch, own)), self._lockstep)
-
-    def place(self, batch: Any) -> Any:
-        """See `Feed.place`."""
-        return self._own.place(batch)
+            self._has_loaded = True
 
     def close(self) -> None:
         """See `Feed.close`."""
-        self._own.close()
+        if self._stateful is not None and self._workers.would_stay:
+            # Asked later it would start workers anew to find out. After an error there may be nothing to be had.
+            with suppress(Exception):
+                self._at_close = copy.deepcopy(self._ask())
+        self._workers.end()
 
 
 class BatchesFeed(Feed):
@@ -167,6 +144,7 @@ class BatchesFeed(Feed):
         super().__init__(device)
         self._data = data
         self._seed = seed
+        self._workers = GivenWorkers(data)
         self._world_size = group.get_world_size()
         self._rank = group.get_rank()
         self.aligned, self.stride, self.unit = True, self._world_size, "batches"
@@ -187,7 +165,11 @@ class BatchesFeed(Feed):
             position += self._world_size
 
     def _drawn(self, epoch: int) -> Iterator[Any]:
-        return drawn_alike(self._data, self._seed, epoch, at_once=self._world_size)
+        return drawn_alike(self._workers.reading(self._data), self._seed, epoch, at_once=self._world_size)
+
+    def close(self) -> None:
+        """See `Feed.close`."""
+        self._workers.end()
 
 
 class IterableFeed(Feed):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from hapi import rng
 from hapi.data.epochs import set_epoch
@@ -102,3 +105,66 @@ class WorkerInit:
         torch.set_num_threads(1)
         if self._user is not None:
             self._user(worker_id)
+
+
+class GivenWorkers:
+    """The workers of a loader that is read as the user gave it: stop signals are kept from them, and `end` ends them.
+
+    A copy with a `worker_init_fn` of ours would not do: what a loader counts, and where it stands, is asked of itself.
+
+    Args:
+        data: The loader, or what has one as an attribute and passes its batches on. Anything else has no workers here.
+    """
+
+    def __init__(self, data: Any) -> None:
+        parts = (data, *getattr(data, "__dict__", {}).values())
+        self._loaders = [part for part in parts if isinstance(part, DataLoader) and part.num_workers]
+        # Those of passes that have ended are gone.
+        self._started: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def reading(self, data: Iterable[Any]) -> Iterator[Any]:
+        """A pass over the data, whose workers may start at any of its batches."""
+        with self.starting():
+            items = iter(data)
+        ended = object()
+        while True:
+            with self.starting():
+                item = next(items, ended)
+            if item is ended:
+                return
+            yield item
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Within, workers that a loader starts are spared."""
+        for loader in self._loaders:
+            # Found before the class's own, by whatever __iter__ calls it.
+            vars(loader)["_get_iterator"] = partial(self._start, loader)
+        try:
+            yield
+        finally:
+            for loader in self._loaders:
+                vars(loader).pop("_get_iterator", None)
+
+    def _start(self, loader: DataLoader[Any]) -> Any:
+        given = loader.worker_init_fn
+        loader.worker_init_fn = WorkerInit(given)
+        try:
+            started = type(loader)._get_iterator(loader)
+        finally:
+            loader.worker_init_fn = given
+        self._started.add(started)
+        return started
+
+    @property
+    def would_stay(self) -> bool:
+        """Whether workers outlive their pass."""
+        return any(loader.persistent_workers for loader in self._loaders)
+
+    def end(self) -> None:
+        """End them: see `Feed.close`. A loader that has kept them starts others at its next pass."""
+        for started in list(self._started):
+            started._shutdown_workers()
+        for loader in self._loaders:
+            if loader.persistent_workers and loader._iterator in self._started:
+                loader._iterator = None

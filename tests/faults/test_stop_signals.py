@@ -1,5 +1,6 @@
 """SIGTERM, SIGUSR1 and Ctrl-C: all ranks stop at one edge, save, and the resumed run ends as if nothing had been."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import hapi
 from hapi import signals
@@ -200,3 +202,86 @@ def _has_argument(pid, argument):
 
 def _rank(pid):
     return dict(entry.partition("=")[::2] for entry in _read(pid, "environ")).get("RANK")
+
+
+class PlainWay(DataLoader):
+    """An __iter__ of its own, so that it is read as it is; counts its passes."""
+
+    passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        read = super().__iter__()
+        yield from read
+
+
+class Wrapper:
+    """Passes a loader's batches on."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        yield from self.loader
+
+
+class SignalsGroup(Signals):
+    """To the data workers as well, as a scheduler does."""
+
+    def send(self, phase, here):
+        if here and phase == self.phase and self.model.epochs_trained == 1:
+            children = multiprocessing.active_children()
+            assert children, "no worker is there"
+            for child in children:
+                os.kill(child.pid, self.number)
+                # Whoever dies of it would be missed at an uncertain time, or not at all.
+                status = Path(f"/proc/{child.pid}/status").read_text()
+                ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
+                assert all(ignored >> (number - 1) & 1 for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT))
+        super().send(phase, here)
+
+
+def told_in_the_middle(data, folder):
+    model = hapi.Model(nn.Linear(4, 2)).prepare("adam", nn.CrossEntropyLoss())
+    with pytest.raises(SystemExit) as caught:
+        model.fit(data, epochs=3, save_dir=folder, verbose=0, callbacks=SignalsGroup("train", signal.SIGTERM))
+    return caught.value.code
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital")
+@pytest.mark.parametrize("kind", [PlainWay, StatefulDataLoader, "persistent", "within"])
+def test_workers_of_loaders_that_are_read_as_they_are_are_spared(tmp_path, kind):
+    options = {"batch_size": 4, "num_workers": 1, "persistent_workers": kind == "persistent"}
+    loader = (PlainWay if isinstance(kind, str) else kind)(Rows(), **options)
+    data = Wrapper(loader) if kind == "within" else loader
+    assert told_in_the_middle(data, tmp_path) == 143
+    assert (tmp_path / "step_14.pt").exists()
+    # They leave such signals to the main process, and so would live on beside one that is about to end.
+    assert not multiprocessing.active_children()
+    assert "_get_iterator" not in vars(loader) and loader.worker_init_fn is None
+    assert getattr(loader, "passes", 2) == 2
+    assert len(list(data)) == 10, "it can be read again"
+    # With it go the workers that this has started.
+    loader._iterator = None
+
+
+FAILING = """
+import sys, torch, hapi
+from torch import nn
+sys.path.insert(0, sys.argv[1])
+from test_stop_signals import PlainWay, Rows
+
+class Fails(hapi.callbacks.Callback):
+    def on_train_batch_end(self, step, logs=None):
+        raise RuntimeError("as it goes")
+
+data = PlainWay(Rows(), batch_size=4, num_workers=1, persistent_workers=True)
+hapi.Model(nn.Linear(4, 2)).prepare("adam", nn.CrossEntropyLoss()).fit(data, verbose=0, callbacks=Fails())
+"""
+
+
+def test_a_script_that_fails_does_not_wait_for_such_workers(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", FAILING, SCRIPT.parent], capture_output=True, text=True, timeout=90, cwd=tmp_path
+    )
+    assert done.returncode == 1 and "RuntimeError: as it goes" in done.stderr, done.stderr
