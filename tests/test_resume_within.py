@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset, default_collate
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import hapi
 
@@ -167,3 +168,65 @@ def test_what_is_read_as_it_is_has_streams_of_its_own_for_each_batch(tmp_path, k
         with pytest.raises(Ended):
             trained("loader", tmp_path / "cut", stop, data=LOADERS[kind](), resume=True)
     compare(kind, straight, trained("loader", tmp_path / "cut", Kept(), data=LOADERS[kind](), resume=True))
+
+
+class CountsItself(Sampler):
+    """Its order depends on how often it was asked for one, which it tells."""
+
+    def __init__(self):
+        self.passes = {"begun": 0}
+
+    def __len__(self):
+        return ROWS
+
+    def __iter__(self):
+        self.passes["begun"] += 1
+        generator = torch.Generator().manual_seed(self.passes["begun"])
+        yield from torch.randperm(ROWS, generator=generator).tolist()
+
+    def state_dict(self):
+        return self.passes
+
+    def load_state_dict(self, state):
+        self.passes = dict(state)
+
+
+class CountsBatches(BatchSampler):
+    """The same of batches."""
+
+    def state_dict(self):
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state):
+        self.sampler.load_state_dict(state)
+
+
+SAMPLERS = {
+    "a sampler": lambda: {"batch_size": 4, "sampler": CountsItself()},
+    "a sampler of samples": lambda: {"batch_size": None, "sampler": CountsBatches(CountsItself(), 4, False)},
+    "a batch sampler": lambda: {"batch_sampler": CountsBatches(CountsItself(), 4, False)},
+    "torchdata's": lambda: {"batch_size": 4, "sampler": StatefulDistributedSampler(range(ROWS), 1, 0)},
+}
+
+
+class Listed(Noisy):
+    def __getitem__(self, index):
+        if not isinstance(index, list):
+            return super().__getitem__(index)
+        x, y = zip(*map(super().__getitem__, index), strict=True)
+        return torch.stack(x), torch.stack(y)
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital")
+@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize("last", [12, 17])
+def test_samplers_are_asked_where_they_are(tmp_path, kind, last):
+    """Resumed after the first epoch of 12 steps, and within the second."""
+
+    def data():
+        return DataLoader(Listed(), **SAMPLERS[kind]())
+
+    straight = trained("loader", tmp_path / "straight", Kept(), data=data())
+    with pytest.raises(Ended):
+        trained("loader", tmp_path / "cut", EndsAt(last), data=data())
+    compare(kind, straight, trained("loader", tmp_path / "cut", Kept(), data=data(), resume=True))

@@ -117,12 +117,12 @@ class OwnOrderFeed(Feed):
         self.ordered = group.get_world_size() == 1
         if self.ordered:
             self.steps = _length(loader)
-        self._generators = _Generators(loader)
+        self._order_state = _OrderState(loader)
 
     def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
         """See `Feed.pieces`."""
         set_epoch(self._given, epoch)
-        self._generators.begin(start.data)
+        self._order_state.begin(start.data)
         order = enumerate(drawn_alike(_Order(self._given), self._seed, epoch))
         rank = group.get_rank()
         self._sampler.refill(
@@ -134,37 +134,52 @@ class OwnOrderFeed(Feed):
 
     def state(self, within: bool) -> Any:
         """See `Feed.state`."""
-        return self._generators.state(within)
+        return self._order_state.state(within)
 
     def restore(self, state: Any) -> None:
         """See `Feed.restore`."""
-        self._generators.restore(state)
+        self._order_state.restore(state)
 
 
-class _Generators:
-    """The generators that a loader and its samplers were given: their course decides the order of later epochs."""
+class _OrderState:
+    """What decides the order of later epochs: generators that a loader and its samplers were given, and their states.
+
+    A sampler with `state_dict` and `load_state_dict`, such as one that counts its own epochs, is asked between two
+    epochs and before an order is drawn, which is then drawn anew. One with `set_epoch` is told all that it has to know;
+    torchdata's says how much of the order it has given, which is counted here.
+    """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         batch_sampler = loader.batch_sampler
-        owners = (loader, loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
-        found = (getattr(owner, "generator", None) for owner in owners)
+        samplers = (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+        found = (getattr(owner, "generator", None) for owner in (loader, *samplers))
         # One may be in several places.
-        self._all = list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
-        self._before: list[torch.Tensor] = []
+        self._generators = list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+        self._samplers: list[Any] = list({id(one): one for one in samplers if _tells_its_state(one)}.values())
+        self._before: list[Any] = []
 
     def begin(self, before: Any) -> None:
         """An epoch's order is about to be drawn; anew, if it is one that an earlier process had begun."""
         self.restore(before)
-        self._before = [generator.get_state() for generator in self._all]
+        self._before = self._now()
 
-    def state(self, within: bool) -> list[torch.Tensor] | None:
-        """Their states before the order of the epoch under way was drawn, or between two epochs."""
-        return (self._before if within else [one.get_state() for one in self._all]) or None
+    def state(self, within: bool) -> list[Any] | None:
+        """The states before the order of the epoch under way was drawn, or between two epochs."""
+        return (self._before if within else self._now()) or None
+
+    def _now(self) -> list[Any]:
+        generators = [generator.get_state() for generator in self._generators]
+        return [*generators, *(copy.deepcopy(sampler.state_dict()) for sampler in self._samplers)]
 
     def restore(self, states: Any) -> None:
         """Set them to what `state` gave."""
-        for generator, state in zip(self._all, states or (), strict=False):
-            generator.set_state(state)
+        setters = [generator.set_state for generator in self._generators]
+        for setter, state in zip([*setters, *(s.load_state_dict for s in self._samplers)], states or (), strict=False):
+            setter(state)
+
+
+def _tells_its_state(sampler: Any) -> bool:
+    return hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict") and not hasattr(sampler, "set_epoch")
 
 
 class _Order:
@@ -220,12 +235,12 @@ class SharedLoaderFeed(Feed):
         length = _length(loader)
         self.steps = None if length is None else -(-length // self._world_size)
         self.aligned, self.stride, self.unit = self._sizes_known, self._world_size, "batches"
-        self._generators = _Generators(loader)
+        self._order_state = _OrderState(loader)
 
     def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
         """See `Feed.pieces`."""
         set_epoch(self._given, epoch)
-        self._generators.begin(start.data)
+        self._order_state.begin(start.data)
         planned = self._planned(epoch, start)
         if self._sizes_known:
             return planned
@@ -234,11 +249,11 @@ class SharedLoaderFeed(Feed):
 
     def state(self, within: bool) -> Any:
         """See `Feed.state`."""
-        return self._generators.state(within)
+        return self._order_state.state(within)
 
     def restore(self, state: Any) -> None:
         """See `Feed.restore`."""
-        self._generators.restore(state)
+        self._order_state.restore(state)
 
     def _planned(self, epoch: int, start: Start) -> Iterator[Piece]:
         """The pieces with sizes as the indices tell them."""
