@@ -64,9 +64,9 @@ def loader_feed(loader: DataLoader[Any], device: torch.device, seed: int, lockst
     if shards_itself(loader):
         kind = OwnOrderFeed if is_plain else SelfShardedFeed
         return kind(loader, device, seed, lockstep)
-    if not is_plain:
-        if group.get_world_size() == 1:
-            return SelfShardedFeed(loader, device, seed, lockstep)
+    if not is_plain and group.get_world_size() == 1:
+        return SelfShardedFeed(loader, device, seed, lockstep)
+    if not (is_plain or _is_torchdatas(loader)):
         raise TypeError(
             f"A {type(loader).__name__} arrived, a DataLoader whose own __iter__ may ignore its batch sampler, so that "
             f"its batches cannot be shared out among {group.get_world_size()} processes. Put the logic into a "
@@ -98,6 +98,11 @@ def tell_of_the_sampler(loader: DataLoader[Any], to_predict: bool) -> None:
             "draws, which nobody knows afterwards. Write DataLoader(..., shuffle=False) for the data set's own.",
             stacklevel=2,
         )
+
+
+def _is_torchdatas(loader: DataLoader[Any]) -> bool:
+    """Whether it is read by torchdata's StatefulDataLoader, which follows its batch sampler as torch's does."""
+    return str(type(loader).__iter__.__module__).startswith("torchdata.")
 
 
 class OwnOrderFeed(Feed):
@@ -234,7 +239,7 @@ class SharedLoaderFeed(Feed):
             self.samples = _len(loader.sampler)
         length = _length(loader)
         self.steps = None if length is None else -(-length // self._world_size)
-        self.aligned, self.stride, self.unit = self._sizes_known, self._world_size, "batches"
+        self.aligned, self.stride, self.unit = True, self._world_size, "batches"
         self._order_state = _OrderState(loader)
 
     def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
@@ -244,6 +249,9 @@ class SharedLoaderFeed(Feed):
         planned = self._planned(epoch, start)
         if self._sizes_known:
             return planned
+        if not self._lockstep and self._world_size > 1:
+            # Rounds are as many on every rank: they are told by broadcasts. One may be without samples here.
+            return map(_measured, planned)
         local = ((p.batch, batches.size_of(p.batch), p.position) for p in planned if p.batch is not None)
         return in_step(local, self._lockstep)
 
@@ -298,6 +306,12 @@ class SharedLoaderFeed(Feed):
                 return
 
 
+def _measured(piece: Piece) -> Piece:
+    """A piece whose size the batch itself tells; no batch at all where a collate function has left no sample."""
+    size = batches.size_of(piece.batch) if piece.batch is not None else 0
+    return Piece(piece.batch if size else None, size, size, piece.position)
+
+
 def iterable_loader(
     dataset: IterableDataset[Any],
     batch_size: int,
@@ -325,6 +339,8 @@ def _copied(loader: DataLoader[Any], **replaced: Any) -> DataLoader[Any]:
     # DataLoader's own setter refuses to change these after construction; on a copy of ours it is safe. The live
     # workers of the original, if any, stay its own.
     copied.__dict__.update(replaced, _iterator=None, generator=None, in_order=True)
+    # torchdata's, with a state that was loaded into it: the order of this pass is ours.
+    copied.__dict__.update(next_iter_state=None, _initial_iter_for_state_dict=False)
     if loader.num_workers:
         copied.worker_init_fn = WorkerInit(loader.worker_init_fn)
     return copied

@@ -14,7 +14,7 @@ import closed_form
 import pytest
 import torch
 from closed_form import Line, Ramp, mean_output, prepared
-from ranks import alone
+from ranks import alone, same
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -27,8 +27,10 @@ from torch.utils.data import (
     get_worker_info,
 )
 from torch.utils.data.distributed import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import hapi
+from hapi.data import Request, make_feed
 from hapi.distributed import group
 
 
@@ -589,3 +591,68 @@ def test_workers_live_on_over_epochs(ranks):
     for seen in ranks(2).run(pids_of_workers):
         assert seen[0] == seen[1] == seen[2]
         assert len(seen[0]) == 2
+
+
+def with_torchdatas(workers: int, stays: bool) -> tuple[list[list[int]], list[float], dict[str, Any]]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*set_vital")
+        kind, options = StatefulDataLoader, {"num_workers": workers, "persistent_workers": stays}
+        loader = kind(Ramp(13), batch_size=2, shuffle=True, **options)
+        # As in the middle of a pass: its state says nothing of the order of those that follow.
+        loader.load_state_dict(kind(Ramp(13), batch_size=2, shuffle=True, **options).state_dict())
+        seen = seen_in(loader, epochs=3)
+        unshuffled = kind(Ramp(13), batch_size=2, **options)
+        predicted = prepared().predict(unshuffled, verbose=0).flatten().tolist()
+        return seen, predicted, prepared().evaluate(unshuffled, verbose=0)
+
+
+@pytest.mark.parametrize(("workers", "stays"), [(0, False), (1, False), (1, True)])
+def test_a_stateful_loader_of_map_style_data_is_shared_out_as_a_plain_one(ranks, workers, stays):
+    results = ranks(2).run(with_torchdatas, workers, stays)
+    assert of_ranks([seen for seen, *_ in results]) == [list(range(13))] * 3
+    assert len({tuple(epoch) for epoch in results[0][0]}) == 3
+    assert same([rest for _, *rest in results]) == [list(range(13)), {"loss": 6.0}]
+
+
+class Reordering(StatefulDataLoader[Any]):
+    """Reads batches in its own way."""
+
+    def __iter__(self) -> Any:
+        return iter(list(super().__iter__())[::-1])
+
+
+def refuse_own_iteration() -> str:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*set_vital")
+        with pytest.raises(TypeError) as caught:
+            prepared().fit(Reordering(Ramp(13), batch_size=2), verbose=0)
+    return str(caught.value)
+
+
+def test_a_subclass_of_it_that_reads_in_its_own_way_is_refused(ranks):
+    text = same(ranks(2).run(refuse_own_iteration))
+    assert "A Reordering arrived" in text and "sharded = True" in text
+
+
+def stack_three_in_four(items: list[Any]) -> Any:
+    """A batch that holds the first sample of a multiple of eight is left without any."""
+    x, y = default_collate(items)
+    kept = len(y) * (int(x[0]) % 8 > 0)
+    return x[:kept], y[:kept]
+
+
+def steps_of_evaluation(n: int) -> tuple[bool, list[int], list[bool], dict[str, Any]]:
+    loader = DataLoader(Ramp(n), batch_size=2, collate_fn=stack_three_in_four)
+    feed = make_feed(loader, Request("eval_data", lockstep=False), torch.device("cpu"))
+    pieces = list(feed.pieces(0))
+    evaluated = prepared().evaluate(loader, verbose=0)
+    return feed.aligned, [piece.size for piece in pieces], [piece.batch is None for piece in pieces], evaluated
+
+
+def test_an_evaluation_with_a_collate_function_takes_as_many_steps_on_each_rank(ranks):
+    """So that within fit the ranks can agree between any two of them to stop."""
+    first, second = ranks(2).run(steps_of_evaluation, 10)
+    # Batches 0 and 4 are left without samples, and a sixth there is none.
+    assert first[:3] == (True, [0, 2, 0], [True, False, True])
+    assert second[:3] == (True, [2, 2, 0], [False, False, True])
+    assert first[3] == second[3] == alone(steps_of_evaluation, 10)[3] == {"loss": 4.5}
