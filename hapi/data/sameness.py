@@ -19,8 +19,8 @@ def same_data(data: Any, name: str) -> Any:
     """The data, the same on every rank. Called on every rank.
 
     Compared are lengths, the indices of `Subset`s, and shape, dtype and checksum of tensors in memory, those of
-    `hapi.datasets` and torchvision's data sets too. `Subset`s that differ (a `random_split` that was not seeded) become
-    those of rank 0, with a warning.
+    `hapi.datasets` and torchvision's data sets too; of other data sets a few samples. `Subset`s that differ (a
+    `random_split` that was not seeded) become those of rank 0, with a warning.
 
     Args:
         data: A map-style data set, columns, or a DataLoader over a data set.
@@ -34,24 +34,36 @@ def same_data(data: Any, name: str) -> Any:
     """
     if group.get_world_size() == 1:
         return data
+    # Only for a process among others.
+    from hapi.data import samples
+
     dataset = data.dataset if isinstance(data, DataLoader) else data
     ours = _described(dataset)
     theirs = group.gather_objects(ours)
+    if not all(_without_indices(other) == _without_indices(theirs[0]) for other in theirs):
+        first, other = next((theirs[0], other) for other in theirs if other != theirs[0])
+        raise _differing(name, _shown(first), _shown(other))
+    _, length, columns = theirs[0][-1]
+    if length and not columns:
+        place = samples.first_other(_whole(dataset), length)
+        if place is not None:
+            raise _differing(name, _shown(theirs[0]), f"one with another sample {place}")
     if all(other == theirs[0] for other in theirs):
         return data
-    if all(_without_indices(other) == _without_indices(theirs[0]) for other in theirs):
-        warnings.warn(
-            f"{name}: the processes hold different Subsets of one data set (a random_split without a common seed). "
-            "All of them take process 0's from here on.",
-            stacklevel=2,
-        )
-        repaired = _with_indices(dataset, group.broadcast_object(_indices(dataset)))
-        return _over(data, repaired) if isinstance(data, DataLoader) else repaired
-    first, other = next((theirs[0], other) for other in theirs if other != theirs[0])
-    raise ValueError(
-        f"{name} differs between the processes: process 0 has {_shown(first)}, another has {_shown(other)}. Each step "
-        "takes its samples from one order, so all processes need the same data in the same order. Seed what makes or "
-        "shuffles it (hapi.seed(0) before), or give each its own part and set `sharded = True` on the data set."
+    warnings.warn(
+        f"{name}: the processes hold different Subsets of one data set (a random_split without a common seed). "
+        "All of them take process 0's from here on.",
+        stacklevel=2,
+    )
+    repaired = _with_indices(dataset, group.broadcast_object(_indices(dataset)))
+    return _over(data, repaired) if isinstance(data, DataLoader) else repaired
+
+
+def _differing(name: str, first: str, other: str) -> ValueError:
+    return ValueError(
+        f"{name} differs between the processes: process 0 has {first}, another has {other}. Each step takes its "
+        "samples from one order, so all processes need the same data in the same order. Seed what makes or shuffles it "
+        "(hapi.seed(0) before), or give each its own part and set `sharded = True` on the data set."
     )
 
 
@@ -64,6 +76,11 @@ def _described(data: Any) -> list[Any]:
     # Whose sampler draws from elsewhere needs no length.
     length = len(columns[0]) if columns else len(data) if hasattr(data, "__len__") else None
     return [(type(data).__name__, length, [(tuple(c.shape), str(c.dtype), _checksum(c)) for c in columns])]
+
+
+def _whole(data: Any) -> Any:
+    """What the Subsets are of."""
+    return _whole(data.dataset) if type(data) is Subset else data
 
 
 def _columns(data: Any) -> list[torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +13,11 @@ import pytest
 import torch
 import torchvision
 from closed_form import Ramp, prepared, ramp
+from PIL import Image
 from ranks import same
-from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, random_split
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, random_split
 
+from hapi.data.sameness import same_data
 from hapi.datasets import FashionMNIST
 from hapi.distributed import group
 
@@ -174,3 +178,128 @@ def accept(kind: str) -> tuple[int, int]:
 @pytest.mark.parametrize("kind", ALIKE)
 def test_data_that_is_alike_passes_without_a_word(ranks, kind):
     assert same(ranks(2).run(accept, kind)) == (4, 0)
+
+
+class Shuffled(Dataset[Any]):
+    """Reads its samples from where its unseeded order says, through a file that it opens at first use."""
+
+    def __init__(self, n: int = 8, alike: bool = False) -> None:
+        self.order = list(range(n))
+        if not alike:
+            random.shuffle(self.order)
+        self.file: Any = None
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, index: int) -> Any:
+        if self.file is None:
+            self.file = "open, as one of HDF5"
+        return torch.tensor([float(self.order[index])]), torch.zeros(1)
+
+
+class Scrambled(Dataset[Any]):
+    """Of other kinds of samples, from a seed that is the rank's."""
+
+    def __init__(self, kind: str, seed: int) -> None:
+        self.kind, self.seed = kind, seed
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        number = random.Random(f"{self.seed} {index}").random()
+        return {
+            "arrays": lambda: numpy.array([number]),
+            "whole numbers": lambda: torch.tensor([int(1000 * number)], dtype=torch.int16),
+            "text": lambda: (torch.zeros(1), str(number)),
+            "a dict": lambda: {"x": torch.zeros(1), "y": [number]},
+            "an image": lambda: Image.new("L", (2, 2), int(255 * number)),
+            "another length": lambda: torch.zeros(int(1000 * number)),
+            "complex numbers": lambda: torch.tensor([number + 0j]),
+        }[self.kind]()
+
+
+class Awkward(Dataset[Any]):
+    """Differs between ranks in a way that proves nothing."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.own = random.Random(group.get_rank())
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        if self.kind == "raises before it is told the epoch" and not hasattr(self, "epoch"):
+            raise RuntimeError(self.kind)
+        noise = {
+            "is random by itself": self.own.random,
+            "is random in the last bits": lambda: 1e-7 * group.get_rank(),
+            "draws from the global generators": random.random,
+        }.get(self.kind, lambda: 0.0)()
+        return torch.tensor([index + noise]), torch.zeros(1)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+ORDERS: dict[str, Callable[[], Any]] = {
+    "a data set": Shuffled,
+    "in a loader": lambda: DataLoader(Shuffled(), batch_size=2),
+    "in a subset": lambda: Subset(Shuffled(), range(6)),
+    "in an unseeded subset": lambda: random_split(Shuffled(), [6, 2])[0],
+    "in others": lambda: ConcatDataset([Shuffled(), Shuffled()]),
+    **{
+        kind: functools.partial(lambda kind: Scrambled(kind, group.get_rank()), kind)
+        for kind in ("arrays", "whole numbers", "text", "a dict", "an image", "another length", "complex numbers")
+    },
+}
+
+
+def look_at_samples() -> dict[str, Any]:
+    """What is said of each of ORDERS."""
+    found = {}
+    for kind, make in ORDERS.items():
+        try:
+            same_data(make(), "train_data")
+            found[kind] = "nothing was refused"
+        except ValueError as error:
+            found[kind] = str(error)
+    return found
+
+
+def test_samples_that_differ_are_refused_where_nothing_in_memory_can_be_compared(ranks):
+    for kind, text in same(ranks(3).run(look_at_samples)).items():
+        assert "train_data differs between the processes: process 0 has a" in text, kind
+        assert "another sample" in text and "hapi.seed(0)" in text, kind
+
+
+def evaluate_shuffled() -> str:
+    with pytest.raises(ValueError) as caught:
+        prepared().evaluate(Shuffled(), batch_size=2, verbose=0)
+    return str(caught.value)
+
+
+def test_an_evaluation_of_data_in_another_order_is_refused(ranks):
+    assert "eval_data differs between the processes" in same(ranks(2).run(evaluate_shuffled))
+
+
+def accept_samples() -> tuple[bool, list[bool]]:
+    states = random.getstate(), torch.get_rng_state().tolist(), numpy.random.get_state()[1].tolist()
+    kinds = (
+        "is random by itself", "is random in the last bits", "raises before it is told the epoch",
+        "draws from the global generators",
+    )  # fmt: skip
+    for kind in kinds:
+        data = Awkward(kind)
+        assert same_data(data, "train_data") is data
+    within = [Shuffled(alike=True), Shuffled(alike=True)]
+    for data in (within[0], ConcatDataset(within), Subset(within[1], range(4)), Shuffled(n=0)):
+        assert same_data(data, "train_data") is data
+    after = random.getstate(), torch.get_rng_state().tolist(), numpy.random.get_state()[1].tolist()
+    return states == after, [data.file is None for data in within]
+
+
+def test_samples_that_prove_nothing_pass_and_leave_no_trace(ranks):
+    assert same(ranks(2).run(accept_samples)) == (True, [True, True])
