@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import hapi
 from hapi.callbacks import Callback, EarlyStopping, ModelCheckpoint
@@ -396,3 +396,35 @@ def test_an_epoch_whose_own_file_a_kill_came_before_gets_it(tmp_path: Path) -> N
     fit(straight, tmp_path / "straight", 2)
     second.load(tmp_path / "2")
     assert same(straight, second) and second.epochs_trained == 2
+
+
+class Wrapped(torch.utils.data.Sampler[int]):
+    def __init__(self, *inner: Any) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Any:
+        return (index for sampler in self.inner for index in sampler)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.inner))
+
+
+def deep(data: Any) -> Any:
+    generator = torch.Generator().manual_seed(3)
+    return DataLoader(data, batch_size=6, sampler=Wrapped(RandomSampler(data, generator=generator)))
+
+
+def deep_batches(data: Any) -> Any:
+    generator = torch.Generator().manual_seed(3)
+    return DataLoader(data, batch_sampler=BatchSampler(Wrapped(RandomSampler(data, generator=generator)), 6, True))
+
+
+@pytest.mark.parametrize("loader", [deep, deep_batches])
+@pytest.mark.parametrize("step", [1, 2])
+def test_generators_of_samplers_within_samplers(tmp_path: Path, loader: Any, step: int) -> None:
+    straight, second = Rows(), Rows()
+    fit(model(), tmp_path / "a", 3, loader(straight))
+    with pytest.raises(Cut):
+        fit(model(), tmp_path / "b", 3, loader(Rows()), callbacks=SavesAt(tmp_path / "x", 1, step))
+    fit(model(), tmp_path / "b", 3, loader(second), resume=tmp_path / "x")
+    assert second.read == straight.read[24 + 6 * (step + 1) :]

@@ -20,6 +20,7 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
     default_collate,
@@ -155,12 +156,11 @@ class _OrderState:
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        batch_sampler = loader.batch_sampler
-        samplers = (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
-        found = (getattr(owner, "generator", None) for owner in (loader, *samplers))
+        samplers = _samplers_of(loader)
+        found = [loader.generator, *(value for sampler in samplers for value in vars(sampler).values())]
         # One may be in several places.
         self._generators = list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
-        self._samplers: list[Any] = list({id(one): one for one in samplers if _tells_its_state(one)}.values())
+        self._samplers = [sampler for sampler in samplers if _tells_its_state(sampler)]
         self._before: list[Any] = []
 
     def begin(self, before: Any) -> None:
@@ -181,6 +181,21 @@ class _OrderState:
         setters = [generator.set_state for generator in self._generators]
         for setter, state in zip([*setters, *(s.load_state_dict for s in self._samplers)], states or (), strict=False):
             setter(state)
+
+
+def _samplers_of(loader: DataLoader[Any]) -> list[Any]:
+    """The samplers of a loader, those that others are made of too."""
+    found: dict[int, Any] = {}
+    waiting: list[Any] = [loader.batch_sampler, loader.sampler]
+    while waiting:
+        sampler = waiting.pop(0)
+        if id(sampler) in found or not hasattr(sampler, "__dict__"):
+            continue
+        found[id(sampler)] = sampler
+        for value in vars(sampler).values():
+            several = isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Sampler)
+            waiting += value if several else [value] if isinstance(value, Sampler) else []
+    return list(found.values())
 
 
 def _tells_its_state(sampler: Any) -> bool:

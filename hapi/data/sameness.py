@@ -104,7 +104,8 @@ def _images_and_targets(data: Any) -> tuple[Any, ...]:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    raw = tensor.detach().cpu().contiguous().reshape(-1)
+    # A copy in any case: to `contiguous` a dimension of size 1 may have any stride.
+    raw = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
     content: Any = raw.view(torch.uint8).numpy() if raw.numel() else b""
     return zlib.crc32(content)
 

@@ -162,6 +162,7 @@ ALIKE: dict[str, Callable[[], Any]] = {
     "subset": lambda: Subset(Ramp(12), list(range(8))),
     "several": lambda: ConcatDataset([Ramp(3), Ramp(5)]),
     "half precision": lambda: TensorDataset(rows()[0], rows()[1].bfloat16()),
+    "one sample of a slice": lambda: (rows(1)[0], torch.zeros(1, 6)[:, :1][:, 0]),
     "no element": lambda: (rows()[0], torch.empty(8, 0)),
     "complex labels": lambda: (rows()[0], torch.complex(*rows())),
 }
