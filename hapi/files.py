@@ -49,7 +49,7 @@ def write(path: Path, content: Any) -> None:
         rename(new, path)
 
 
-# The option of checksums is the whole process's, and a thread may write a checkpoint beside another save.
+# In older versions of torch the option of checksums is the whole process's; a thread may write beside another save.
 _saving = threading.Lock()
 
 

@@ -339,3 +339,14 @@ def test_a_stop_whose_save_fails_names_no_file(tmp_path, capsys, monkeypatch, as
     with pytest.raises(SystemExit), pytest.warns(UserWarning, match="goes on without this checkpoint"):
         fit(tmp_path, keep, Stops("step"), verbose=1)
     assert f"resume=True) goes on from the newest checkpoint in {tmp_path}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_checkpoint_knows_its_own_id(tmp_path, asynchronous):
+    fit(tmp_path, ModelCheckpoint(monitor="loss", save_top_k=2, asynchronous=asynchronous), epochs=3)
+    saved = identities(tmp_path)
+    for name in names(tmp_path):
+        state = torch.load(tmp_path / f"{name}.opt.pt")["callbacks"]["ModelCheckpoint.0"]
+        assert name in ("best_model", "final") or state["ids"][name] == saved[name]
+        # Those that were still to come, or were exchanged since, aside.
+        assert set(state["ids"]) <= {"1", "2", "3", "top_1", "top_2", "top_3"}
