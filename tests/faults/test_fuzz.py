@@ -144,7 +144,7 @@ def test_fit_resumes_from_the_older_one(
     subject, straight = model(), model()
     subject.fit((X, Y), batch_size=4, epochs=2, seed=3, resume=True, save_dir=folder)
     printed = capsys.readouterr().out
-    assert f"passed over {folder / 'newer'}" in printed and f"resuming from {folder / 'older'}" in printed
+    assert f"passed over: {folder / 'newer'}" in printed and f"resuming from {folder / 'older'}" in printed
     straight.load(saved.folder / "older")
     straight.fit((X, Y), batch_size=4, verbose=0, seed=3)
     assert same(dict(subject.network.state_dict()), dict(straight.network.state_dict()))
