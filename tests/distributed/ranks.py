@@ -185,6 +185,8 @@ def _serve(connection: multiprocessing.connection.Connection, environment: dict[
     faulthandler.register(signal.SIGTERM, chain=True)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    # Of loaders as scripts have them: what they leave out, repeat or shuffle is what the cases are about.
+    warnings.filterwarnings("ignore", "The loader's|predict received a loader with")
     group.start()
     count = 0
     while True:
