@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import hapi
-from hapi.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from hapi.callbacks import Callback, EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
 
 X = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
 Y = X[:, :3].argmax(1)
@@ -428,3 +428,113 @@ def test_generators_of_samplers_within_samplers(tmp_path: Path, loader: Any, ste
         fit(model(), tmp_path / "b", 3, loader(Rows()), callbacks=SavesAt(tmp_path / "x", 1, step))
     fit(model(), tmp_path / "b", 3, loader(second), resume=tmp_path / "x")
     assert second.read == straight.read[24 + 6 * (step + 1) :]
+
+
+# Each state is needed: without it the run that goes on is another one.
+
+
+def taken_out(path: Path, *keys: Any, value: Any) -> None:
+    file = hapi.checkpoint.training_path(path)
+    content = torch.load(file, weights_only=True)
+    place = content
+    for key in keys[:-1]:
+        place = place[key]
+    assert place[keys[-1]] != value, "it was not there"
+    place[keys[-1]] = value
+    torch.save(content, file)
+
+
+def evaluated(values: list[float]) -> type[hapi.Model]:
+    """A model whose validation loss is given, epoch by epoch."""
+
+    class Given(hapi.Model):
+        def eval_step(self, inputs: Any, labels: Any) -> Any:
+            return torch.tensor(values[self.epochs_trained]), self.network(*inputs)
+
+    return Given
+
+
+CASES: dict[str, tuple[Any, Callable[[], list[Any]], tuple[Any, ...], Any]] = {
+    "early stopping": (
+        [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+        lambda: [EarlyStopping(patience=3, verbose=0)],
+        ("callbacks",),
+        {},
+    ),
+    "plateau": (
+        [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+        lambda: [ReduceLROnPlateau(patience=3, factor=0.1, verbose=0)],
+        ("callbacks",),
+        {},
+    ),
+    "stopped": ([1.0] * 6, lambda: [StopsAt(3)], ("position", "cursor", "stopped"), False),
+    "frozen": ([1.0] * 6, lambda: [Freezes()], ("position", "frozen"), []),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_each_of_these_states_is_needed(tmp_path: Path, kind: str) -> None:
+    values, callbacks, keys, without = CASES[kind]
+
+    def made() -> hapi.Model:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 3))
+        return evaluated(values)(net).prepare("adam", nn.CrossEntropyLoss())
+
+    def run(subject: hapi.Model, name: str, **options: Any) -> hapi.Model:
+        fit(subject, tmp_path / name, 6, eval_data=(X, Y), **options)
+        return subject
+
+    straight = run(made(), "straight", callbacks=callbacks())
+    with pytest.raises(Cut):
+        run(made(), "cut", callbacks=[*callbacks(), CutAt(3)])
+    resumed = run(made(), "a", callbacks=callbacks(), resume=tmp_path / "cut" / "3")
+    assert same(straight, resumed)
+    taken_out(tmp_path / "cut" / "3", *keys, value=without)
+    assert not same(straight, run(made(), "b", callbacks=callbacks(), resume=tmp_path / "cut" / "3"))
+
+
+def test_what_a_loss_has_become_is_needed(tmp_path: Path) -> None:
+    straight, _ = cut_and_resumed(tmp_path, lambda: model(Centered()), list, 2)
+    with pytest.raises(Cut):
+        fit(model(Centered()), tmp_path / "again", 4, callbacks=CutAt(2))
+    file = hapi.checkpoint.training_path(tmp_path / "again" / "2")
+    content = torch.load(file, weights_only=True)
+    assert set(content["loss"]) == {"center", "hidden"}
+    content["loss"] = {}
+    torch.save(content, file)
+    third = model(Centered())
+    fit(third, tmp_path / "again", 4, resume=tmp_path / "again" / "2")
+    assert not same(straight, third)
+
+
+def test_the_best_value_is_needed(tmp_path: Path) -> None:
+    values = [1.0, 2.0, 3.0]
+    made = evaluated(values)
+
+    def saver() -> ModelCheckpoint:
+        return ModelCheckpoint(save_dir=tmp_path, monitor="val_loss")
+
+    def fresh() -> hapi.Model:
+        return made(nn.Linear(6, 3)).prepare("sgd", nn.CrossEntropyLoss())
+
+    with pytest.raises(Cut):
+        fit(fresh(), tmp_path, 3, eval_data=(X, Y), callbacks=[saver(), CutAt(2)])
+    best = (tmp_path / "best_model.pt").read_bytes()
+    fit(fresh(), tmp_path, 3, eval_data=(X, Y), callbacks=saver(), resume=tmp_path / "2")
+    assert (tmp_path / "best_model.pt").read_bytes() == best
+    taken_out(tmp_path / "2", "callbacks", "ModelCheckpoint.0", value={})
+    fit(fresh(), tmp_path, 3, eval_data=(X, Y), callbacks=saver(), resume=tmp_path / "2")
+    assert (tmp_path / "best_model.pt").read_bytes() != best
+
+
+def test_the_number_of_threads_is_set_back(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        fit(model(), tmp_path, 1)
+        torch.set_num_threads(2)
+        fit(model(), tmp_path, 2, resume=True)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
