@@ -1,6 +1,7 @@
 """What a save within an epoch costs the training, written at once and by a thread, against the checkpoint's size.
 
-    python benchmarks/bench_saving.py                    1 MB to 1 GB (4 GB of memory, as much disk for a moment)
+    python benchmarks/bench_saving.py                    1 to 100 MB
+    python benchmarks/bench_saving.py --sizes 1000       1 GB (10 minutes; 10 GB of memory, as much disk for a moment)
     python benchmarks/bench_saving.py --sizes 1 10 100 --rounds 3
 
 Each fit takes the same steps of the same network with Adam and saves twice, after a third and after two thirds of
@@ -73,7 +74,7 @@ def fit(megabytes: float, way: str, folder: str) -> tuple[float, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What a save within an epoch costs the training.")
-    parser.add_argument("--sizes", type=float, nargs="+", default=[1, 10, 100, 1000], help="megabytes")
+    parser.add_argument("--sizes", type=float, nargs="+", default=[1, 10, 100], help="megabytes")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     print(
