@@ -99,6 +99,7 @@ def without(path, *keys, value=None):
         ("capped", ("position", "cursor", "iterations"), 0),
     ],
 )
+@pytest.mark.slow
 def test_each_state_is_needed(tmp_path, kind, keys, value):
     straight = trained(kind, tmp_path / "straight", Kept())
     last = int(straight.steps_trained * 0.55)
@@ -219,7 +220,7 @@ class Listed(Noisy):
 
 @pytest.mark.filterwarnings("ignore:.*set_vital")
 @pytest.mark.parametrize("kind", SAMPLERS)
-@pytest.mark.parametrize("last", [12, 17])
+@pytest.mark.parametrize("last", [pytest.param(12, marks=pytest.mark.slow), 17])
 def test_samplers_are_asked_where_they_are(tmp_path, kind, last):
     """Resumed after the first epoch of 12 steps, and within the second."""
 

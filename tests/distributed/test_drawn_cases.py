@@ -13,6 +13,9 @@ import torch
 from drawn_cases import LOADERS, MAP_STYLE, STREAMS, Case, Result
 from ranks import Ranks, alone
 
+# Of loaders as scripts have them: what they leave out, repeat or shuffle is what the cases are about.
+pytestmark = pytest.mark.filterwarnings("ignore:The loader's", "ignore:predict received a loader with")
+
 SEED = int(os.environ.get("HAPI_TEST_SEED", "1"))
 CASES = int(os.environ.get("HAPI_TEST_CASES", "520"))
 PER_TEST = 40

@@ -162,7 +162,6 @@ ALIKE: dict[str, Callable[[], Any]] = {
     "subset": lambda: Subset(Ramp(12), list(range(8))),
     "several": lambda: ConcatDataset([Ramp(3), Ramp(5)]),
     "half precision": lambda: TensorDataset(rows()[0], rows()[1].bfloat16()),
-    "one sample of a slice": lambda: (rows(1)[0], torch.zeros(1, 6)[:, :1][:, 0]),
     "no element": lambda: (rows()[0], torch.empty(8, 0)),
     "complex labels": lambda: (rows()[0], torch.complex(*rows())),
 }
@@ -179,6 +178,15 @@ def accept(kind: str) -> tuple[int, int]:
 @pytest.mark.parametrize("kind", ALIKE)
 def test_data_that_is_alike_passes_without_a_word(ranks, kind):
     assert same(ranks(2).run(accept, kind)) == (4, 0)
+
+
+def evaluate_one_row() -> float:
+    """One sample, whose only dimension may have any stride."""
+    return prepared().evaluate((torch.full((1, 1), 3.0), torch.zeros(1, 6)[:, 0]), verbose=0)["loss"]
+
+
+def test_one_row_of_a_slice_is_looked_at_too(ranks):
+    assert same(ranks(2).run(evaluate_one_row)) == 3.0
 
 
 class Shuffled(Dataset[Any]):

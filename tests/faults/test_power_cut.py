@@ -67,7 +67,9 @@ SERIES = {
 }
 
 
-@pytest.mark.parametrize("name", SERIES)
+@pytest.mark.parametrize(
+    "name", ["epochs", *(pytest.param(n, marks=pytest.mark.slow) for n in SERIES if n != "epochs")]
+)
 def test_after_a_power_cut_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     root = tmp_path / "disk"
     root.mkdir()

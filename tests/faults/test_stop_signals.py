@@ -176,6 +176,7 @@ def test_two_processes(tmp_path, launcher, number, code):
     assert len(names) == 2 and any(name == "2" or name.startswith("step_") for name in names), names
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all(tmp_path):
     process = start(tmp_path, "train", launcher=HAPIRUN)
     arrived(tmp_path, 2)
