@@ -78,12 +78,15 @@ def _tell_of_others(options: FitOptions) -> None:
 def find(options: FitOptions, network: nn.Module, fit: int) -> str | None:
     """The checkpoint that fit goes on from, the same on every rank; None for a fresh start.
 
+    What was passed over in the search, and why, is printed by rank 0.
+
     Args:
         options: Of the call.
         network: Whose checkpoint.
         fit: The number of this call of fit in the process.
 
-    What was passed over in the search, and why, is printed by rank 0.
+    Raises:
+        ValueError: The folder has checkpoints of another network alone.
     """
     if options.save_dir is not None and group.speaks_for_all():
         files.sweep(Path(options.save_dir))
