@@ -17,10 +17,13 @@ class Writer:
     """
 
     def __init__(self) -> None:
-        # Kept from job to job: to start a thread, training would have to wait until that has begun.
         self._thread = futures.ThreadPoolExecutor(1, "hapi-writer")
         self._job: futures.Future[None] | None = None
         _all.add(self)
+
+    def warm_up(self) -> None:
+        """Start the thread, which is kept from job to job: training would have to wait until it has begun."""
+        self._thread.submit(int).result()
 
     def start(self, job: Callable[[], None]) -> None:
         """Start a job. The one before must have been waited for."""

@@ -93,6 +93,8 @@ class ModelCheckpoint(Saver):
             )
         if group.speaks_for_all():
             checkpoint.sweep(self._folder())
+            if self._writer is not None:
+                self._writer.warm_up()
         self._unsaved = self._newest = None
         self._retention = Retention(self.keep_last, self.save_top_k, os.path.realpath(self._folder()))
         self._saved_at, self._since = self.model.steps_trained, time.monotonic()
