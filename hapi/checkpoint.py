@@ -11,7 +11,6 @@ import contextlib
 import math
 import uuid
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -69,8 +68,8 @@ class Snapshot:
     def copied(self) -> Snapshot:
         """One that training does not change any more; tensors that share memory go on doing so."""
         copies: dict[int, Any] = {}
-        weights = OrderedDict((key, files.with_own_tensors(value, copies)) for key, value in self.weights.items())
-        weights._metadata = getattr(self.weights, "_metadata", None)  # type: ignore[attr-defined]
+        entries = {key: files.with_own_tensors(value, copies) for key, value in self.weights.items()}
+        weights = files.state_dict_of(entries, getattr(self.weights, "_metadata", {}))
         return Snapshot(weights, files.with_own_tensors(self.training, copies))
 
 
@@ -101,9 +100,9 @@ def take(network: nn.Module, training: Mapping[str, Any]) -> Snapshot:
     identity = _chosen.get() or uuid.uuid4().hex
     weights = network.state_dict()
     metadata = files.as_plain(getattr(weights, "_metadata", None) or {}, "network.state_dict()._metadata")
-    plain = OrderedDict((key, files.as_plain(value, f"network[{key!r}]")) for key, value in weights.items())
+    entries = {key: files.as_plain(value, f"network[{key!r}]") for key, value in weights.items()}
     # Strict loads ignore entries of the metadata that name no module.
-    plain._metadata = OrderedDict({**metadata, "hapi": {"id": identity}})  # type: ignore[attr-defined]
+    plain = files.state_dict_of(entries, {**metadata, "hapi": {"id": identity}})
     content = {"format": _FORMAT, "id": identity, **{name: training[name] for name in TRAINING_STATES}}
     return Snapshot(plain, {name: files.as_plain(value, name) for name, value in content.items()})
 
@@ -206,9 +205,10 @@ def passing_buffers(network: nn.Module) -> dict[str, torch.Tensor]:
 
 def restore_passing_buffers(network: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
     """Put back what `passing_buffers` gave, of buffers that have grown or were filled on the way too."""
+    owners = dict(network.named_modules())
     for name, value in saved.items():
         prefix, _, leaf = name.rpartition(".")
-        owner = dict(network.named_modules()).get(prefix)
+        owner = owners.get(prefix)
         if owner is None or leaf not in owner._non_persistent_buffers_set:
             continue
         buffer = owner._buffers[leaf]
@@ -258,7 +258,7 @@ def put_weights(weights: Weights, network: nn.Module, skipped: list[str]) -> Non
 
     expected = network.state_dict()
     state = fitting.unwrapped_names(weights.state, expected)
-    fits = OrderedDict((k, value) for k, value in state.items() if k in expected and fitting.fits(value, expected[k]))
+    fits = {k: value for k, value in state.items() if k in expected and fitting.fits(value, expected[k])}
     if skipped:
         loaded = f"loaded {len(fits)} of {len(expected)} entries"
         warnings.warn(f"{weights.source}: {loaded}. Skipped: {'; '.join(skipped)}", stacklevel=4)
@@ -266,8 +266,8 @@ def put_weights(weights: Weights, network: nn.Module, skipped: list[str]) -> Non
     metadata = getattr(weights.state, "_metadata", None)
     metadata = metadata if isinstance(metadata, Mapping) else {}
     modules = {name: module for name, module in network.named_modules(remove_duplicate=False)}
-    fits._metadata = fitting.unwrapped_names(metadata, modules)  # type: ignore[attr-defined]
-    network.load_state_dict(fits, strict=False)
+    named = fitting.unwrapped_names(metadata, modules)
+    network.load_state_dict(files.state_dict_of(fits, named), strict=False)
 
 
 def read_training(path: str | Path, identity: str | None) -> dict[str, Any] | None:

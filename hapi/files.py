@@ -12,11 +12,11 @@ import threading
 import time
 import uuid
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -255,6 +255,14 @@ def as_plain(value: Any, where: str, depth: int = 0) -> Any:
     if isinstance(value, torch.Tensor):
         return _plain_tensor(value, where)
     return _plain_value(value, where)
+
+
+def state_dict_of(entries: Mapping[str, Any], metadata: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Entries as torch's modules give and take them, with what they say of themselves beside."""
+    state: Any = OrderedDict(entries)
+    # An attribute that torch hangs on it, and no type knows of.
+    state._metadata = OrderedDict(metadata)
+    return cast("OrderedDict[str, Any]", state)
 
 
 def with_own_tensors(value: Any, copies: dict[int, Any]) -> Any:

@@ -188,8 +188,9 @@ def _single_pass(
 ) -> Iterator[tuple[loop.Run, Feed]]:
     engine = model._engine
     stepper = engine.ready()
-    prepared = {name: arguments.alike(engine.prepared)[name] for name in ("loss", "metrics")}
-    arguments.same_call(call, {"batch_size": options.batch_size, **more, **prepared})
+    prepared = arguments.alike(engine.prepared)
+    compared = {"batch_size": options.batch_size, **more, "loss": prepared["loss"], "metrics": prepared["metrics"]}
+    arguments.same_call(call, compared)
     feed = make_feed(data, options.request(has_own_batches(data), floats_for(model.network)), stepper.device)
     params = {
         "steps": feed.steps, "samples": feed.samples, "verbose": options.verbose, "log_freq": options.log_freq,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,16 +68,15 @@ def read(path: Path) -> Mapping[str, torch.Tensor]:
     open_file = _library("load", path).safe_open
     try:
         with open_file(path, framework="pt", device="cpu") as file:
-            state = OrderedDict((key, file.get_tensor(key)) for key in file.keys())  # noqa: SIM118
+            entries = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
             versions = json.loads((file.metadata() or {}).get(_VERSIONS, "{}"))
     except Exception as error:  # Damage shows as several types; each means the same to the user.
         raise ValueError(
             f"{path} is not a whole safetensors file ({error!s:.200}), so nothing was loaded from it. "
             "Load another file, or write it anew by model.save."
         ) from error
-    if isinstance(versions, dict):
-        state._metadata = OrderedDict((name, {"version": version}) for name, version in versions.items())  # type: ignore[attr-defined]
-    return state
+    known = versions if isinstance(versions, dict) else {}
+    return files.state_dict_of(entries, {name: {"version": version} for name, version in known.items()})
 
 
 def _library(purpose: str, path: Path) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +18,11 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 import hapi
 from hapi.callbacks import Callback, EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
 
+sys.path.insert(0, str(Path(__file__).parent / "distributed"))
+from resume_within import Ended, SavesAt
+
 X = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
 Y = X[:, :3].argmax(1)
-
-
-class Cut(RuntimeError):
-    """The process is ended here, as it were."""
 
 
 class CutAt(Callback):
@@ -35,7 +35,7 @@ class CutAt(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if epoch + 1 == self.epoch:
-            raise Cut
+            raise Ended
 
 
 def model(loss: Any = None, **options: Any) -> hapi.Model:
@@ -59,7 +59,7 @@ def cut_and_resumed(tmp_path: Path, make: Callable[[], Any], callbacks: Callable
     """Two models: one trained for four epochs, one that was cut off and went on."""
     straight, first, second = make(), make(), make()
     fit(straight, tmp_path / "straight", 4, callbacks=callbacks())
-    with pytest.raises(Cut):
+    with pytest.raises(Ended):
         fit(first, tmp_path / "cut", 4, callbacks=[*callbacks(), CutAt(cut)])
     fit(second, tmp_path / "cut", 4, callbacks=callbacks(), resume=True)
     return straight, second
@@ -94,11 +94,11 @@ def test_a_stop_within_an_epoch_holds_for_a_run_that_goes_on_from_there(tmp_path
         def save_within(self, stopping: bool) -> None:
             super().save_within(stopping)
             if self.model.stop_training:
-                raise Cut
+                raise Ended
 
     straight, second = model(), model()
     history = straight.fit((X, Y), (X, Y), 5, 3, seed=7, verbose=0, callbacks=[StopsAt(2, 1)]).history
-    with pytest.raises(Cut):
+    with pytest.raises(Ended):
         model().fit(
             (X, Y), (X, Y), 5, 3, seed=7, verbose=0,
             callbacks=[StopsAt(2, 1), Saves(save_dir=tmp_path, every_n_steps=1)],
@@ -189,16 +189,6 @@ class Rows(torch.utils.data.Dataset[Any]):
         return X[index], Y[index]
 
 
-class SavesAt(Callback):
-    def __init__(self, path: Path, epoch: int, step: int) -> None:
-        self.path, self.at = path, (epoch, step)
-
-    def on_train_batch_end(self, step: int, logs: Any = None) -> None:
-        if (self.model.epochs_trained, step) == self.at:
-            self.model.save(self.path)
-            raise Cut
-
-
 @pytest.mark.parametrize("step", [0, 1, 2])
 def test_a_save_of_ones_own_within_a_window_loses_no_sample(tmp_path: Path, step: int) -> None:
     """A loader's own generator: its order is drawn from where it stood when the epoch began."""
@@ -209,7 +199,7 @@ def test_a_save_of_ones_own_within_a_window_loses_no_sample(tmp_path: Path, step
     straight, first, second = Rows(), Rows(), Rows()
     saves = SavesAt(tmp_path / "x", 1, step)
     fit(model(), tmp_path / "a", 2, loader(straight), accumulate_grad_batches=2)
-    with pytest.raises(Cut):
+    with pytest.raises(Ended):
         fit(model(), tmp_path / "b", 2, loader(first), accumulate_grad_batches=2, callbacks=saves)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -219,7 +209,7 @@ def test_a_save_of_ones_own_within_a_window_loses_no_sample(tmp_path: Path, step
 
 
 def test_data_of_another_size_starts_the_epoch_anew(tmp_path: Path) -> None:
-    with pytest.raises(Cut):
+    with pytest.raises(Ended):
         fit(model(), tmp_path, 2, callbacks=[ModelCheckpoint(every_n_steps=1), SavesAt(tmp_path / "x", 1, 2)])
     for data, said in (
         ((X[:20], Y[:20]), "the data has 20 samples, and had 24"),
@@ -233,7 +223,7 @@ def test_batches_of_another_size_start_the_epoch_anew(tmp_path: Path) -> None:
     def loader(size: int) -> Any:
         return DataLoader(TensorDataset(X, Y), batch_size=size)
 
-    with pytest.raises(Cut):
+    with pytest.raises(Ended):
         fit(model(), tmp_path, 2, loader(5), callbacks=SavesAt(tmp_path / "x", 1, 2))
     with pytest.warns(UserWarning, match="its batches have 4 samples, and had 5"):
         fit(model(), tmp_path / "other", 2, loader(4), resume=tmp_path / "x")
@@ -298,7 +288,7 @@ def test_a_fit_after_another_counts_its_own_epochs_when_it_goes_on(tmp_path: Pat
         fit(subject, tmp_path / "b", 3, resume=True, callbacks=list(cut))
         return subject
 
-    with pytest.raises(Cut):
+    with pytest.raises(Ended):
         script(model(), CutAt(4))
     resumed = script(model())
     straight = model()
@@ -352,7 +342,7 @@ def test_the_generator_of_the_evaluation_goes_on_too(tmp_path: Path) -> None:
 
     straight, second = made(), made()
     expected = fit(straight, tmp_path / "a", 3, eval_data=loader())
-    with pytest.raises(Cut):
+    with pytest.raises(Ended):
         fit(made(), tmp_path / "b", 3, eval_data=loader(), callbacks=CutAt(2))
     assert fit(second, tmp_path / "b", 3, eval_data=loader(), resume=True) == expected
 
@@ -384,11 +374,11 @@ def test_an_epoch_whose_own_file_a_kill_came_before_gets_it(tmp_path: Path) -> N
     class Cuts(ModelCheckpoint):
         def _save_if_due(self, number: int) -> None:
             if number == 2:
-                raise Cut
+                raise Ended
             super()._save_if_due(number)
 
     Cuts.__name__ = ModelCheckpoint.__name__  # by which its state is found
-    with pytest.raises(Cut):
+    with pytest.raises(Ended):
         fit(model(), tmp_path, 4, callbacks=Cuts(save_dir=tmp_path, monitor="loss"))
     assert (tmp_path / "best_model.pt").exists() and not (tmp_path / "2.pt").exists()
     fit(model(), tmp_path, 4, callbacks=ModelCheckpoint(save_dir=tmp_path, monitor="loss"), resume=True)
@@ -424,7 +414,7 @@ def deep_batches(data: Any) -> Any:
 def test_generators_of_samplers_within_samplers(tmp_path: Path, loader: Any, step: int) -> None:
     straight, second = Rows(), Rows()
     fit(model(), tmp_path / "a", 3, loader(straight))
-    with pytest.raises(Cut):
+    with pytest.raises(Ended):
         fit(model(), tmp_path / "b", 3, loader(Rows()), callbacks=SavesAt(tmp_path / "x", 1, step))
     fit(model(), tmp_path / "b", 3, loader(second), resume=tmp_path / "x")
     assert second.read == straight.read[24 + 6 * (step + 1) :]
@@ -486,7 +476,7 @@ def test_each_of_these_states_is_needed(tmp_path: Path, kind: str) -> None:
         return subject
 
     straight = run(made(), "straight", callbacks=callbacks())
-    with pytest.raises(Cut):
+    with pytest.raises(Ended):
         run(made(), "cut", callbacks=[*callbacks(), CutAt(3)])
     resumed = run(made(), "a", callbacks=callbacks(), resume=tmp_path / "cut" / "3")
     assert same(straight, resumed)
@@ -496,7 +486,7 @@ def test_each_of_these_states_is_needed(tmp_path: Path, kind: str) -> None:
 
 def test_what_a_loss_has_become_is_needed(tmp_path: Path) -> None:
     straight, _ = cut_and_resumed(tmp_path, lambda: model(Centered()), list, 2)
-    with pytest.raises(Cut):
+    with pytest.raises(Ended):
         fit(model(Centered()), tmp_path / "again", 4, callbacks=CutAt(2))
     file = hapi.checkpoint.training_path(tmp_path / "again" / "2")
     content = torch.load(file, weights_only=True)
@@ -518,7 +508,7 @@ def test_the_best_value_is_needed(tmp_path: Path) -> None:
     def fresh() -> hapi.Model:
         return made(nn.Linear(6, 3)).prepare("sgd", nn.CrossEntropyLoss())
 
-    with pytest.raises(Cut):
+    with pytest.raises(Ended):
         fit(fresh(), tmp_path, 3, eval_data=(X, Y), callbacks=[saver(), CutAt(2)])
     best = (tmp_path / "best_model.pt").read_bytes()
     fit(fresh(), tmp_path, 3, eval_data=(X, Y), callbacks=saver(), resume=tmp_path / "2")

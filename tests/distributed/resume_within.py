@@ -125,6 +125,18 @@ class EndsAt(Callback):
             raise Ended
 
 
+class SavesAt(Callback):
+    """Saves as a script of one's own does, in the middle of an epoch and on every rank, and ends the run there."""
+
+    def __init__(self, path: Path, epoch: int, step: int):
+        self.path, self.at = path, (epoch, step)
+
+    def on_train_batch_end(self, step, logs=None):
+        if (self.model.epochs_trained, step) == self.at:
+            self.model.save(self.path)
+            raise Ended
+
+
 def trained(kind: str, save_dir: Path, *callbacks, data=None, **options):
     """A fresh network, optimizer and Model, as a new process would make them, trained for EPOCHS or to its end."""
     torch.manual_seed(1)

@@ -10,23 +10,8 @@ from typing import Any
 import torch
 from closed_form import prepared, ramp
 from ranks import same
+from resume_within import Ended, SavesAt
 from torch.utils.data import DataLoader, TensorDataset
-
-from hapi.callbacks import Callback
-
-
-class Cut(RuntimeError):
-    pass
-
-
-class SavesAt(Callback):
-    def __init__(self, path: Path, epoch: int, step: int) -> None:
-        self.path, self.at = path, (epoch, step)
-
-    def on_train_batch_end(self, step: int, logs: Any = None) -> None:
-        if (self.model.epochs_trained, step) == self.at:
-            self.model.save(self.path)
-            raise Cut
 
 
 def loader() -> DataLoader[Any]:
@@ -42,7 +27,7 @@ def saved_within(folder: Path, step: int) -> tuple[list[int], list[int]]:
     """This rank's rows of an uninterrupted run, and of one that goes on from a save of the script's own."""
     straight, first, second = prepared(), prepared(), prepared()
     straight.fit(loader(), epochs=2, verbose=0, seed=5)
-    with contextlib.suppress(Cut):
+    with contextlib.suppress(Ended):
         first.fit(loader(), epochs=2, verbose=0, seed=5, callbacks=SavesAt(folder / "x", 1, step))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
