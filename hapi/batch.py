@@ -390,7 +390,7 @@ def _holds_arrays(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return False
     if isinstance(value, tuple | list):
-        return any(map(_holds_arrays, value))
+        return any([not isinstance(item, torch.Tensor) and _holds_arrays(item) for item in value])
     if isinstance(value, Mapping):
         return any(map(_holds_arrays, value.values()))
     return is_array(value) or is_record(value)

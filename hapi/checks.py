@@ -5,14 +5,17 @@ from __future__ import annotations
 import inspect
 import operator
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from hapi.batch import is_counted
+
+if TYPE_CHECKING:
+    from hapi.objective import Objective
 
 # Losses that compare outputs and labels element by element, and would broadcast unequal shapes without a word.
 _ELEMENTWISE = {
@@ -317,16 +320,16 @@ def element_labels(loss: Any, outputs: Any, labels: Any) -> None:
         )
 
 
-def explained(compute: Callable[[], Any], outputs: Any, labels: Any, ignored: int | None) -> Any:
+def explained(objective: Objective, outputs: Any, labels: Any) -> Any:
     """Compute a loss; where torch refuses, look for the cause in the labels and say it.
 
     Raises:
         ValueError: The labels do not fit the loss, or there are none.
     """
     try:
-        return compute()
+        return objective(outputs, labels)
     except (RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
-        cause = _label_fault(error, outputs, labels, ignored)
+        cause = _label_fault(error, outputs, labels, objective.ignored_label)
         if cause is not None:
             raise cause from error
         raise

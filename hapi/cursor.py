@@ -6,6 +6,7 @@ everything. What is left are the running values of the epoch, rank by rank, and 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -110,7 +111,9 @@ class Cursor:
     def _own(self) -> dict[str, Any]:
         within = self._tally is not None and self._step > 0
         values = self._tally.state() if within and self._tally is not None else None
-        return {"values": values, "data": self._data_state()}
+        stateful = self._feed.stateful
+        dataset = None if stateful is None else copy.deepcopy(stateful.state_dict())
+        return {"values": values, "data": self._data_state(), "dataset": dataset}
 
     def _data_state(self) -> Any:
         return self._feed.state(self._tally is not None)
@@ -133,6 +136,9 @@ def place(state: Mapping[str, Any], feed: Feed, same_world: bool) -> tuple[Withi
     lost = None
     if own is None and data is not None and feed.stride is None and group.get_world_size() > 1:
         data, lost = None, "each process has an order of its own in this data, and only rank 0's place in it was saved"
+    dataset = None if own is None else own.get("dataset")
+    if dataset is not None and feed.stateful is not None:
+        feed.stateful.load_state_dict(dataset)
     if within is None:
         feed.restore(data)
         return None, lost

@@ -111,7 +111,7 @@ class Engine:
                 if self._label_span is not None:
                     classes = outputs.shape[1 if outputs.dim() > 1 else 0]
                     checks.label_range(*self._label_span, classes)
-        loss = checks.explained(lambda: objective(outputs, labels), outputs, labels, objective.ignored_label)
+        loss = checks.explained(objective, outputs, labels)
         return loss if loss.weight is not None else loss.value
 
     def look_at_labels(self, feeds: Iterable[Feed | None]) -> None:

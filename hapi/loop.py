@@ -148,7 +148,7 @@ def _train_epoch(run: Run, plan: FitPlan, agreement: Agreement, epoch: int, with
     steps_left = 0 if cursor.stopped else plan.left()
     for window in _windows(islice(feed.pieces(epoch, start), steps_left), plan.accumulate):
         cursor.begin_window()
-        window_total = sum(piece.total for piece in window)
+        window_total = sum([piece.total for piece in window])
         for number, piece in enumerate(window, 1):
             # Before the hook, so that what a callback draws has its place in the run too.
             rng.set_streams(rng.mix(step, rank, after=stream), stepper.device)
@@ -189,7 +189,8 @@ def _ends_here(run: Run, plan: FitPlan, agreement: Agreement, tally: Tally, epoc
         agreement.before_save(tally, epoch, step)
     if due:
         _save(run, plan, stopping=False)
-    _leave_if_told(run, plan, agreement)
+    if agreement.signal:
+        _leave_if_told(run, plan, agreement)
     return stops
 
 

@@ -206,6 +206,8 @@ class Objective:
             return as_loss(_loss_of_outputs(outputs))
         if self._known is not None and self.counts:
             return Loss(_sum_of(self._known, outputs, labels), _weight(self._known, labels))
+        if isinstance(outputs, torch.Tensor) and isinstance(labels, torch.Tensor):
+            return as_loss(self._loss(outputs, labels))
         return as_loss(self._loss(*_spread(outputs), *as_arguments(labels)))
 
 

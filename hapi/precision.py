@@ -19,6 +19,7 @@ _SCALER_OPTIONS = {
     "decr_ratio": "backoff_factor",
     "incr_every_n_steps": "growth_interval",
 }
+_NOTHING = nullcontext()
 _OPTIONS = ("level", "dtype", "use_dynamic_loss_scaling", *_SCALER_OPTIONS)
 
 
@@ -51,7 +52,7 @@ class Precision:
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """The context of a forward pass."""
         if self.dtype is None:
-            return nullcontext()
+            return _NOTHING
         return torch.autocast(device.type, self.dtype)
 
     def make_scaler(self, device: torch.device) -> torch.amp.GradScaler | None:

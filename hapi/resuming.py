@@ -39,7 +39,9 @@ def start(model: Model, options: FitOptions) -> tuple[int, dict[str, Any] | None
         )
     restore_threads(state["position"])
     _freeze(model.network, state["position"].get("frozen"))
-    model._engine.begun = state["position"].get("begun", 0.0)
+    if _given(options) != source:
+        # Who names a checkpoint begins a branch there, which is the newer run from then on.
+        model._engine.begun = state["position"].get("begun", 0.0)
     _tell_if_done(model, options, source, state["position"]["cursor"])
     # None: saved outside a fit.
     return seed if state["position"]["seed"] is None else state["position"]["seed"], state
@@ -95,8 +97,8 @@ def find(options: FitOptions, network: nn.Module, fit: int) -> str | None:
     # Unasked, only what this very run has saved is gone on from.
     only = (group.run_name(), fit) if options.resume is None else (None, None)
     folder = options.save_dir
-    if options.resume is not None and not isinstance(options.resume, bool):
-        given = str(options.resume).rstrip("/\\") or "/"
+    given = _given(options)
+    if given is not None:
         if not group.broadcast_object(Path(given).is_dir() and not checkpoint.weights_path(given).exists()):
             return given
         folder = given
@@ -112,6 +114,13 @@ def find(options: FitOptions, network: nn.Module, fit: int) -> str | None:
             say(f"hapi: passed over: {line}")
         say(f"hapi: resuming from {found}" if found else f"hapi: no checkpoint in {folder} to resume from")
     return found
+
+
+def _given(options: FitOptions) -> str | None:
+    """The path that `resume` names, a checkpoint's or a folder's."""
+    if options.resume is None or isinstance(options.resume, bool):
+        return None
+    return str(options.resume).rstrip("/\\") or "/"
 
 
 def _searched(

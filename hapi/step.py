@@ -138,7 +138,10 @@ class Stepper:
     def _count_held(self) -> int:
         """How many parameters the optimizer holds."""
         optimizer = self.prepared.optimizer
-        return 0 if optimizer is None else sum(len(held["params"]) for held in optimizer.param_groups)
+        count = 0
+        for held in () if optimizer is None else optimizer.param_groups:
+            count += len(held["params"])
+        return count
 
     def begin_at(self, learning_rate: float) -> None:
         """Called where a run goes on within an epoch: the rate that its last step was taken with."""
@@ -357,8 +360,10 @@ class Stepper:
         return loss
 
     def _divide_by_weights(self) -> None:
+        if not self._divides:
+            return
         probe = self.exchange.replica.probe
-        if not self._divides or probe.grad is None:
+        if probe.grad is None:
             return
         # A window in which nothing counts (all labels ignored) has zero sums: they stay zero.
         weight = _nonzero(probe.grad)

@@ -121,6 +121,18 @@ def test_a_later_run_in_the_same_folder_is_the_newest_whatever_its_length(tmp_pa
     assert all(map(torch.equal, again.network.state_dict().values(), last.network.state_dict().values()))
 
 
+def test_a_run_that_was_rolled_back_goes_on_in_its_new_branch(tmp_path):
+    """Begun anew from an earlier checkpoint, and interrupted: what the first branch has left is further, but older."""
+    resume_runs.trained(tmp_path, 4)
+    branch, _ = resume_runs.trained(tmp_path, 3, resume=str(tmp_path / "1"), accumulate_grad_batches=2)
+    resumed, _ = resume_runs.trained(tmp_path, 3, resume=True, accumulate_grad_batches=2)
+    assert (tmp_path / "4.pt").exists() and resumed.epochs_trained == 3
+    assert all(map(torch.equal, resume_runs.bits(branch), resume_runs.bits(resumed)))
+    # A folder names no checkpoint: the run that is found there goes on.
+    same, _ = resume_runs.trained(tmp_path / "other", 3, resume=str(tmp_path), accumulate_grad_batches=2)
+    assert same._engine.begun == branch._engine.begun > 0
+
+
 def test_a_stopped_run_says_where_it_goes_on(tmp_path, capsys):
     class Told(hapi.callbacks.Callback):
         def on_train_batch_end(self, step, logs=None):

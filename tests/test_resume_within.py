@@ -38,6 +38,19 @@ def test_a_state_that_loads_again_nothing(tmp_path):
     assert fresh.read == 3 * 6 - 8
 
 
+@pytest.mark.parametrize("made", [resume_within.Remembering, resume_within.RememberingItsPart, resume_within.StartsAt])
+@pytest.mark.parametrize("in_loader", [False, True])
+def test_an_iterable_data_set_that_knows_its_place_gives_nothing_twice(tmp_path, made, in_loader):
+    first, second = made(), made()
+    reading = [DataLoader(data, batch_size=4) if in_loader else data for data in (first, second)]
+    with pytest.raises(Ended):
+        trained("loader" if in_loader else "stream", tmp_path, EndsAt(8), data=reading[0])
+    trained("loader" if in_loader else "stream", tmp_path, data=reading[1], resume=True)
+    # The last step of the first run was ended before its batch was trained on.
+    assert second.read == EPOCHS * ROWS - 8 * 4
+    assert first.read == 9 * 4
+
+
 def test_a_batch_without_samples_moves_no_state(tmp_path):
     class Gapped(resume_within.Stateful):
         def __iter__(self):
@@ -96,6 +109,8 @@ def without(path, *keys, value=None):
         ("tensors", ("position", "cursor", "ranks", 0, "values", "metrics"), [{"correct": 0, "count": 0}]),
         ("loader with generator", ("position", "cursor", "ranks", 0, "data"), None),
         ("stateful", ("position", "cursor", "ranks", 0, "data"), {"at": 0}),
+        ("stateful stream", ("position", "cursor", "ranks", 0, "data", "read"), 0),
+        ("stateful rows", ("position", "cursor", "ranks", 0, "dataset"), None),
         ("capped", ("position", "cursor", "iterations"), 0),
     ],
 )

@@ -235,11 +235,12 @@ class CallbackList:
             kind: ``"train"``, ``"eval"`` or ``"predict"``.
             step: The step's number, from 0.
         """
-        return any(_is_due(callback, step) for callback in self._batch_hooks[f"on_{kind}_batch_end"])
+        # No generators, here and below: these run in each step.
+        return any([_is_due(callback, step) for callback in self._batch_hooks[f"on_{kind}_batch_end"]])
 
     def saves_at(self, steps_trained: int) -> bool:
         """Whether any callback saves after so many steps."""
-        return any(saver.saves_at(steps_trained) for saver in self.savers)
+        return any([saver.saves_at(steps_trained) for saver in self.savers])
 
     def wants_save(self, agreed: Sequence[bool] | None = None) -> Sequence[bool]:
         """Whether it is time to save, for each saver.

@@ -80,6 +80,8 @@ class Feed(ABC):
     """Whether `state` within an epoch is that of its beginning; otherwise it is that of the last step's edge."""
     floats: torch.dtype | None = None
     """What float64 arrays in batches become; see `hapi.batch.tensor_of`."""
+    stateful: Any = None
+    """The map-style data set, where it has a state of its own (`state_dict`, `load_state_dict`) to be kept."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -177,7 +179,7 @@ class SourceFeed(Feed):
         set_epoch(self._source, epoch)
         fetch = self._source.fetch_batch
         for position, (indices, total) in self._order.numbered(epoch, start.step, start.taken):
-            size = len(indices)
+            size = indices.numel()  # quicker than len
             batch = None
             if size:
                 batch = fetch(indices)
@@ -191,7 +193,7 @@ class SourceFeed(Feed):
 
     def place(self, batch: Any) -> Any:
         """The batch on the device, its transform finished there for the whole batch."""
-        return self._source.finish_batch(super().place(batch))
+        return self._source.finish_batch(batches.move(batch, self._device, self.floats))
 
 
 class DatasetFeed(Feed):

@@ -34,9 +34,7 @@ from hapi.data.epochs import set_epoch
 from hapi.data.feeds import BEGINNING, Feed, Piece, Start, in_step
 from hapi.data.streams import (
     IterableFeed,
-    PositionedCollate,
     SelfShardedFeed,
-    ShardedIterable,
     declares_shards,
     drawn_alike,
     shards_itself,
@@ -337,6 +335,9 @@ def iterable_loader(
     floats: torch.dtype,
 ) -> DataLoader[Any]:
     """A DataLoader of our own over an iterable data set."""
+    # Here and below: only for a process that reads such data.
+    from hapi.data.sharding import PositionedCollate, ShardedIterable
+
     return DataLoader(
         ShardedIterable(dataset, group.get_rank(), group.get_world_size(), seed, turn=batch_size),
         batch_size=batch_size,
@@ -367,6 +368,8 @@ def _with_order(loader: DataLoader[Any], sampler: RefillableSampler, batched: bo
 
 
 def _with_shards(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
+    from hapi.data.sharding import PositionedCollate, ShardedIterable
+
     dataset = ShardedIterable(
         cast(Iterable[Any], loader.dataset), group.get_rank(), group.get_world_size(), seed, turn=loader.batch_size or 1
     )

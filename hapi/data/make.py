@@ -21,6 +21,7 @@ from hapi.data.streams import (
     IterableFeed,
     SelfShardedFeed,
     declares_shards,
+    keeps_its_place,
     shards_itself,
 )
 from hapi.distributed import group
@@ -72,6 +73,10 @@ def make_feed(data: Any, request: Request, device: torch.device) -> Feed:
         data = same_data(data, request.name)
     feed = _choose(data, request, device)
     feed.floats = request.floats
+    dataset = data.dataset if isinstance(data, DataLoader) else data
+    iterable = isinstance(dataset, IterableDataset)
+    if request.lockstep and not iterable and _is_map_style(dataset) and keeps_its_place(dataset):
+        feed.stateful = dataset
     if feed.steps == 0 or feed.samples == 0:
         raise _empty(data, request)
     return feed

@@ -99,12 +99,13 @@ class GlobalOrder:
             taken: How many samples the steps before it have taken; None: as many as they take with this global batch.
         """
         permutation = self._permutation(epoch)
+        full = self._part(self.global_batch)
         firsts = range(start * self.global_batch if taken is None else taken, self._length, self.global_batch)
         for first in firsts:
             total = min(self.global_batch, self._length - first)
             if self._drop_last and total < self.global_batch:
                 return
-            begin, end = self._part(total)
+            begin, end = full if total == self.global_batch else self._part(total)
             indices = (
                 torch.arange(first + begin, first + end)
                 if permutation is None

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager, suppress
-from itertools import count, islice
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import suppress
+from itertools import islice
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data._utils import worker as torch_worker
 
 from hapi import batch as batches
 from hapi import rng
@@ -43,6 +42,36 @@ def drawn_alike(data: Iterable[T], seed: int, epoch: int, at_once: int = 1) -> I
             return
 
 
+class _Places:
+    """Where data stood after each of the last two batches of a pass: one of them may have been read ahead."""
+
+    def __init__(self) -> None:
+        self.begin(0)
+
+    def begin(self, skipped: int) -> None:
+        """A pass starts, whose first batches are read again and passed over."""
+        self._places: deque[Any] = deque(maxlen=2)
+        self._ahead = -skipped
+
+    def read(self, place: Any) -> None:
+        """A batch was read; the data stands there now."""
+        self._ahead += 1
+        self._places.append(place)
+
+    def take(self) -> None:
+        """A batch goes into training."""
+        self._ahead -= 1
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    @property
+    def reached(self) -> Any:
+        """After the last batch that went into training: one that is read ahead belongs to the next process."""
+        # Below zero where this rank's data has ended before the others'.
+        return self._places[-1 - min(max(0, self._ahead), len(self._places) - 1)]
+
+
 class SelfShardedFeed(Feed):
     """A loader, or any iterable of batches, that is taken as it is: it shards itself, or there is one process.
 
@@ -63,11 +92,8 @@ class SelfShardedFeed(Feed):
         if self.ordered and isinstance(loader, Sized) and not _is_iterable_loader(loader):
             self.steps = len(loader)
         # Only training is gone on with: an evaluation need not ask.
-        stateful = lockstep and hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        self._stateful: Any = loader if stateful else None
-        # After each of the last two batches: one may have been read ahead.
-        self._states: deque[Any] = deque(maxlen=2)
-        self._ahead = 0
+        self._stateful: Any = loader if lockstep and keeps_its_place(loader) else None
+        self._places = _Places()
         self._has_loaded = False
         self._at_close: Any = None
 
@@ -76,10 +102,9 @@ class SelfShardedFeed(Feed):
         set_epoch(self._loader, epoch)
         self.restore(start.data)
         skipped = start.step if self._stateful is None or start.data is None else 0
-        self._states.clear()
-        self._ahead = -skipped
+        self._places.begin(skipped)
         for piece in in_step(self._numbered(epoch, start.step - skipped), self._lockstep, skipped):
-            self._ahead -= 1
+            self._places.take()
             yield piece
 
     def _numbered(self, epoch: int, first: int) -> Iterator[Local]:
@@ -92,10 +117,8 @@ class SelfShardedFeed(Feed):
         for number, batch in enumerate(self._workers.reading(self._loader), first):
             size = batches.size_of(batch)
             given, empty = (given + 1, 0) if size else (given, empty + 1)
-            if size:
-                self._ahead += 1
-                if self._stateful is not None:
-                    self._states.append(copy.deepcopy(self._stateful.state_dict()))
+            if size and self._stateful is not None:
+                self._places.read(copy.deepcopy(self._stateful.state_dict()))
             yield batch, size, number
             rng.set_streams(rng.mix(self._seed, rng.FETCH, epoch, given, empty, rank))
 
@@ -110,13 +133,12 @@ class SelfShardedFeed(Feed):
         self._has_loaded = False
 
     def state(self, within: bool) -> Any:
-        """See `Feed.state`. A batch that is read ahead belongs to the next process."""
+        """See `Feed.state`."""
         if self._stateful is None:
             return None
-        if not within or not self._states:
+        if not within or not self._places:
             return self._ask() if self._at_close is None else self._at_close
-        # Below zero where this rank's data has ended before the others'.
-        return self._states[-1 - min(max(0, self._ahead), len(self._states) - 1)]
+        return self._places.reached
 
     def _ask(self) -> Any:
         with self._workers.starting():
@@ -173,176 +195,55 @@ class BatchesFeed(Feed):
 
 
 class IterableFeed(Feed):
-    """An `IterableDataset`: each item once over ranks and workers, unless it shards itself."""
+    """An `IterableDataset`: each item once over ranks and workers, unless it shards itself.
+
+    A data set with `state_dict` and `load_state_dict` that is read in this process is asked after each batch where it
+    stands; of any other, what an earlier process has trained on is read again, and passed over.
+
+    Args:
+        loader: Over a `ShardedIterable`.
+        device: Where the network computes.
+        lockstep: Whether the ranks must take the same number of steps.
+    """
 
     def __init__(self, loader: DataLoader[Any], device: torch.device, lockstep: bool) -> None:
         super().__init__(device)
         self._loader = loader
         self._lockstep = lockstep
+        sharded: Any = loader.dataset
+        # Workers have copies of their own, which nobody can ask.
+        self._stateful = sharded if lockstep and not loader.num_workers and sharded.keeps_its_place else None
+        self._places = _Places()
 
     def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
-        """See `Feed.pieces`. What an earlier process has trained on is read again, and passed over."""
+        """See `Feed.pieces`."""
         set_epoch(self._loader, epoch)
-        return in_step(self._numbered(), self._lockstep, start.step)
+        self.restore(start.data)
+        skipped = start.step if self._stateful is None or start.data is None else 0
+        self._places.begin(skipped)
+        for piece in in_step(self._numbered(), self._lockstep, skipped):
+            self._places.take()
+            yield piece
 
     def _numbered(self) -> Iterator[Local]:
         for positions, batch in self.read(self._loader):
             if self.ordered and bool((positions < 0).any()):
                 self.ordered = False
-            whole = positions.dim() == 0
-            yield batch, batches.size_of(batch), int(positions) if whole else positions
+            size, whole = batches.size_of(batch), positions.dim() == 0
+            if size and self._stateful is not None:
+                self._places.read(self._stateful.place(within=True))
+            yield batch, size, int(positions) if whole else positions
 
+    def state(self, within: bool) -> Any:
+        """See `Feed.state`."""
+        if self._stateful is None:
+            return None
+        return self._places.reached if within and self._places else self._stateful.place(within=False)
 
-class ShardedIterable(IterableDataset[Any]):
-    """Yields `(position, item)` for this rank's and this worker's share of an iterable data set.
-
-    Whether the data set shards itself is found by watching it until its first item:
-
-    - It asks for its rank: it shards over ranks. It starts again, and is left to share out workers as it likes.
-    - It reads the worker info, which counts workers over all ranks here: it shards over both.
-    - A `worker_init_fn` has set attributes on it: it shards over workers; the ranks take turns.
-    - None of these: every shard walks through all of it, with the same random streams, and takes its turn.
-
-    A turn is a batch: item by item, the batches of a rank would not be those of one process. Turns go over the ranks
-    first, then over workers, as a DataLoader asks its workers: together the ranks' n-th batches are a stretch of the
-    data, whatever the number of workers, and a loader with `drop_last` leaves out the end alone.
-
-    Items of a data set that shards itself have position -1: their order is its own. What cannot be watched (a rank read
-    from the environment) is said by an attribute `sharded = True`.
-    """
-
-    dataset: Any
-
-    def __init__(self, dataset: Iterable[Any], rank: int, world_size: int, seed: int, turn: int) -> None:
-        own = {"dataset": dataset, "_rank": rank, "_world_size": world_size, "_seed": seed, "_turn": turn}
-        # In shared memory: workers that live on have copies of everything else.
-        epoch: Any = torch.zeros((), dtype=torch.int64)
-        epoch.share_memory_()
-        self.__dict__.update(own, _epoch=epoch, _set_up_by_worker=False)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next passes, in workers too."""
-        self._epoch.fill_(epoch)
-
-    def __iter__(self) -> Iterator[tuple[int, Any]]:
-        set_epoch(self.dataset, int(self._epoch))
-        info = torch_worker.get_worker_info()
-        workers, worker = (info.num_workers, info.id) if info is not None else (1, 0)
-        shards, shard = self._world_size * workers, worker * self._world_size + self._rank
-        if declares_shards(self.dataset):
-            return ((-1, item) for item in self._items(None, shard, own=True))
-        if self._set_up_by_worker:
-            return self._in_turns(self._items(None, shard, worker), self._rank, self._world_size, ordered=False)
-        with group.watched_rank() as asked:
-            shown = _WatchedInfo(shard, shards, self.dataset)
-            items = self._items(shown, shard)
-            first = list(islice(items, 1))
-        if asked.was_read and self._world_size > 1:
-            shards, shard = workers, worker
-            shown = _WatchedInfo(shard, shards, self.dataset)
-            items = self._items(shown, worker * self._world_size + self._rank, self._rank)
-            first = list(islice(items, 1))
-        whole = (item for part in (first, items) for item in part)
-        if shown.was_read and shards > 1:
-            return ((-1, item) for item in whole)
-        return self._in_turns(whole, shard, shards, ordered=not asked.was_read or self._world_size == 1)
-
-    def _in_turns(self, items: Iterator[Any], shard: int, shards: int, ordered: bool) -> Iterator[tuple[int, Any]]:
-        return ((n if ordered else -1, item) for n, item in enumerate(items) if n // self._turn % shards == shard)
-
-    def _items(self, shown: _WatchedInfo | None, place: int, part: int = 0, *, own: bool = False) -> Iterator[Any]:
-        """The data set's items.
-
-        Random streams start alike everywhere: who shuffles all of the data and then takes a share counts on it. From
-        the second item on they are alike only for those who read the same part and take turns.
-
-        Args:
-            shown: What stands in the place of torch's worker info while items are made; None: that itself.
-            place: The number of this worker over all ranks.
-            part: The number of the part that it reads with others.
-            own: Whether nobody else reads what it reads. Found out from `shown` too.
-        """
-        items: Iterator[Any] | None = None
-        ended = object()
-        for number in count():
-            alone = own or (shown is not None and shown.was_read)
-            if number < 2 or not alone:
-                where = (int(alone), place if alone else part) if number else ()
-                rng.set_streams(rng.mix(self._seed, rng.ORDER, int(self._epoch), number, *where))
-            with _in_place_of_worker_info(shown):
-                items = iter(self.dataset) if items is None else items
-                item = next(items, ended)
-            if item is ended:
-                return
-            yield item
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset":
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Called by a user's worker_init_fn, on `get_worker_info().dataset`: torch's documented way to share out.
-        setattr(self.dataset, name, value)
-        if torch_worker.get_worker_info() is not None:
-            self.__dict__["_set_up_by_worker"] = True
-
-    def __reduce__(self) -> Any:
-        arguments = (self.dataset, self._rank, self._world_size, self._seed, self._turn)
-        return _remade, (arguments, self._epoch)
-
-
-def _remade(arguments: tuple[Any, ...], epoch: torch.Tensor) -> ShardedIterable:
-    made = ShardedIterable(*arguments)
-    made.__dict__["_epoch"] = epoch
-    return made
-
-
-@contextmanager
-def _in_place_of_worker_info(shown: _WatchedInfo | None) -> Iterator[None]:
-    real: Any = torch_worker._worker_info
-    torch_worker._worker_info = real if shown is None else cast(Any, shown)
-    try:
-        yield
-    finally:
-        torch_worker._worker_info = real
-
-
-class PositionedCollate:
-    """Collates the items of a `ShardedIterable`, keeping their positions beside the batch."""
-
-    def __init__(self, collate: Callable[[Any], Any], batched: bool) -> None:
-        self._collate = collate
-        self._batched = batched
-
-    def __call__(self, items: Any) -> tuple[torch.Tensor, Any]:
-        """The positions, and the batch as the user's function makes it."""
-        if not self._batched:
-            return torch.tensor(items[0]), self._collate(items[1])
-        return torch.tensor([position for position, _ in items]), self._collate([item for _, item in items])
-
-
-class _WatchedInfo:
-    """Stands in for torch's worker info and notes whether it was read."""
-
-    def __init__(self, shard: int, shards: int, dataset: Any) -> None:
-        self._shard = shard
-        self._shards = shards
-        self.dataset = dataset
-        self.seed = torch.initial_seed()
-        self.was_read = False
-
-    @property
-    def id(self) -> int:
-        """This worker's number among the workers of all ranks."""
-        self.was_read = True
-        return self._shard
-
-    @property
-    def num_workers(self) -> int:
-        """The workers of all ranks."""
-        self.was_read = True
-        return self._shards
+    def restore(self, state: Any) -> None:
+        """See `Feed.restore`."""
+        if state is not None and self._stateful is not None:
+            self._stateful.go_on_from(state)
 
 
 def shards_itself(loader: Any) -> bool:
@@ -366,6 +267,11 @@ def declares_shards(part: Any) -> bool:
     if isinstance(declared, bool):
         return declared
     return hasattr(part, "num_replicas") and hasattr(part, "rank")
+
+
+def keeps_its_place(data: Any) -> bool:
+    """Whether data can be asked where it stands, and told where to go on."""
+    return hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
 
 
 def _is_iterable_loader(loader: Any) -> bool:

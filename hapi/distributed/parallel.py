@@ -23,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hapi.distributed import group
 
+_NOTHING = nullcontext()
+
 
 class Replica(nn.Module):
     """The network together with the computation of its loss: one forward pass of training.
@@ -124,18 +126,19 @@ class GradientExchange:
 
     def forward(self, *arguments: Any) -> Any:
         """One forward pass; without arguments, the part of a rank that has no samples: there is no backward then."""
-        return (self._wrapped or self.replica)(*arguments)
+        # Alone no module's call is needed: nobody hangs hooks on the replica.
+        return self.replica.forward(*arguments) if self._wrapped is None else self._wrapped(*arguments)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         """The context of a forward and backward pass: gradients are exchanged in the last one of a window only."""
         if self._wrapped is None:
-            return nullcontext()
+            return _NOTHING
         self._passes += 1
         if not last:
             return self._wrapped.no_sync()
         # What earlier passes have left tells, once it is the same after the last one, that this one did not reach it.
         self._before = [_Contents.of(p) if self._passes > 1 else None for p in self._shared]
-        return nullcontext()
+        return _NOTHING
 
     def complete(self) -> None:
         """Called after the last backward of each window, on every rank: closes what DDP still waits for."""

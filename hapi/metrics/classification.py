@@ -140,7 +140,7 @@ class Accuracy(_Counting):
             self.hits += self._counting(outputs.eq(labels), labels).sum()
 
     def _count_classes(self, outputs: Tensor, labels: Tensor) -> None:
-        deepest = len(self.hits)
+        deepest = self.hits.numel()
         if deepest == 1:
             self.hits += self._counting(outputs.argmax(1).eq(labels), labels).sum()
             return

@@ -44,8 +44,9 @@ class Tally:
         self._updates = 0
         self._has_loss = False
         self.recent_losses: list[Tensor] = []
+        # One for all updates: a decorator would make one for each.
+        self._no_grad = torch.no_grad()
 
-    @torch.no_grad()
     def update(self, loss: Tensor | None, weight: int | float | Tensor, outputs: Any, labels: Any) -> None:
         """Take in one batch. No value is read.
 
@@ -59,11 +60,14 @@ class Tally:
             TypeError: A metric keeps something in an attribute that it did not declare as a state.
         """
         self._updates += 1
-        if loss is not None:
-            self._add_loss(loss, weight)
-        update = _update_watched if self._updates == 1 else _update
-        for metric in self.metrics:
-            update(metric, outputs, labels)
+        with self._no_grad:
+            if loss is not None:
+                self._add_loss(loss, weight)
+            for metric in self.metrics:
+                if self._updates == 1:
+                    _update_watched(metric, outputs, labels)
+                else:
+                    metric.update(outputs, labels)
 
     def logs(self) -> dict[str, Tensor]:
         """This rank's running values, 0-dim tensors that nobody has read: ``loss`` if any, then metrics."""
@@ -175,10 +179,6 @@ def add_values(logs: dict[str, Tensor], metrics: Sequence[Metric]) -> None:
                     "of them another name."
                 )
             logs[name] = value
-
-
-def _update(metric: Metric, outputs: Any, labels: Any) -> None:
-    metric.update(outputs, labels)
 
 
 def _update_watched(metric: Metric, outputs: Any, labels: Any) -> None:

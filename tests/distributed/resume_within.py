@@ -1,6 +1,7 @@
 """Runs that are ended within an epoch and resumed, against one that is not; alone and on ranks."""
 
 import contextlib
+import copy
 from pathlib import Path
 
 import torch
@@ -60,6 +61,76 @@ class Stateful:
         self.at = state["at"]
 
 
+class Remembering(IterableDataset):
+    """Rows in an order of a generator of its own, with noise; knows which are left, and counts what it gives."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(4)
+        self.left, self.read = None, 0
+
+    def drawn(self):
+        return torch.randperm(ROWS, generator=self.generator).tolist()
+
+    def __iter__(self):
+        if self.left is None:
+            self.left = self.drawn()
+        while self.left:
+            index = self.left.pop(0)
+            self.read += 1
+            yield X[index] + 0.1 * torch.randn(6), Y[index]
+        self.left = None
+
+    def state_dict(self):
+        return {"left": self.left, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state):
+        self.left = copy.copy(state["left"])
+        self.generator.set_state(state["generator"])
+
+
+class RememberingItsPart(Remembering):
+    """Shards itself, unequally."""
+
+    sharded = True
+
+    def drawn(self):
+        rank, world_size = hapi.distributed.get_rank(), hapi.distributed.get_world_size()
+        return super().drawn()[rank::world_size][4 * rank :]
+
+
+class StartsAt(IterableDataset):
+    """Its state is where its next pass starts, at the end of one too."""
+
+    def __init__(self):
+        self.at = self.start = self.read = 0
+
+    def __iter__(self):
+        first, self.start = self.start, 0
+        for self.at in range(first + 1, ROWS + 1):
+            self.read += 1
+            yield X[self.at - 1] + 0.1 * torch.randn(6), Y[self.at - 1]
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.start = state["at"]
+
+
+class Drifting(Noisy):
+    """Each sample depends on how many were given before it, which it can tell."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + 0.01 * self.given, y
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state):
+        self.given = state["given"]
+
+
 def loader(**options):
     return DataLoader(Noisy(), batch_size=4, **options)
 
@@ -84,12 +155,19 @@ def data_of(kind: str):
         "list": lambda: (list(DataLoader(TensorDataset(X, Y), batch_size=4)), {}),
         "stream": lambda: (Stream(), ours),
         "stateful": lambda: (Stateful(), {}),
+        "stateful stream": lambda: (Remembering(), ours),
+        "stateful stream in a loader": lambda: (DataLoader(Remembering(), batch_size=4), {}),
+        "stateful part": lambda: (RememberingItsPart(), ours),
+        "stateful start": lambda: (StartsAt(), ours),
+        "stateful rows": lambda: (Drifting(), ours),
+        "stateful rows in a loader": lambda: (DataLoader(Drifting(), batch_size=4, shuffle=True), {}),
     }[kind]()
 
 
 KINDS = (
     "tensors", "dataset", "workers", "accumulating", "bf16", "fp16", "capped", "loader", "loader of workers",
-    "loader with generator", "weighted sampler", "list", "stream", "stateful",
+    "loader with generator", "weighted sampler", "list", "stream", "stateful", "stateful stream",
+    "stateful stream in a loader", "stateful part", "stateful start", "stateful rows", "stateful rows in a loader",
 )  # fmt: skip
 
 

@@ -1,0 +1,214 @@
+"""An iterable data set shared out over ranks and workers: how it is found whether it does that by itself."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import count, islice
+from typing import Any, cast
+
+import torch
+from torch.utils.data import IterableDataset
+from torch.utils.data._utils import worker as torch_worker
+
+from hapi import rng
+from hapi.data.epochs import set_epoch
+from hapi.data.streams import declares_shards, keeps_its_place
+from hapi.distributed import group
+
+
+class ShardedIterable(IterableDataset[Any]):
+    """Yields `(position, item)` for this rank's and this worker's share of an iterable data set.
+
+    Whether the data set shards itself is found by watching it until its first item:
+
+    - It asks for its rank: it shards over ranks. It starts again, and is left to share out workers as it likes.
+    - It reads the worker info, which counts workers over all ranks here: it shards over both.
+    - A `worker_init_fn` has set attributes on it: it shards over workers; the ranks take turns.
+    - None of these: every shard walks through all of it, with the same random streams, and takes its turn.
+
+    A turn is a batch: item by item, the batches of a rank would not be those of one process. Turns go over the ranks
+    first, then over workers, as a DataLoader asks its workers: together the ranks' n-th batches are a stretch of the
+    data, whatever the number of workers, and a loader with `drop_last` leaves out the end alone.
+
+    Items of a data set that shards itself have position -1: their order is its own. What cannot be watched (a rank read
+    from the environment) is said by an attribute `sharded = True`.
+
+    A data set with `state_dict` and `load_state_dict` can be asked where it stands, in the process that reads it.
+    """
+
+    dataset: Any
+
+    def __init__(self, dataset: Iterable[Any], rank: int, world_size: int, seed: int, turn: int) -> None:
+        own = {"dataset": dataset, "_rank": rank, "_world_size": world_size, "_seed": seed, "_turn": turn}
+        # In shared memory: workers that live on have copies of everything else.
+        epoch: Any = torch.zeros((), dtype=torch.int64)
+        epoch.share_memory_()
+        self.__dict__.update(own, _epoch=epoch, _set_up_by_worker=False)
+        self.__dict__.update(_read=0, _ended=False, _start=None, _next_start=None)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next passes, in workers too."""
+        self._epoch.fill_(epoch)
+
+    @property
+    def keeps_its_place(self) -> bool:
+        """Whether the data set can be asked where it stands."""
+        return keeps_its_place(self.dataset)
+
+    def place(self, within: bool) -> dict[str, Any]:
+        """Where this process's copy of the data set stands: within a pass, or between two."""
+        read, ended = (self._read, self._ended) if within else (0, False)
+        return {"read": read, "ended": ended, "dataset": copy.deepcopy(self.dataset.state_dict())}
+
+    def go_on_from(self, place: dict[str, Any]) -> None:
+        """Start the next pass where `place` was taken."""
+        self.__dict__["_next_start"] = place
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        self.__dict__.update(_start=self._next_start, _next_start=None, _read=0, _ended=False)
+        set_epoch(self.dataset, int(self._epoch))
+        info = torch_worker.get_worker_info()
+        workers, worker = (info.num_workers, info.id) if info is not None else (1, 0)
+        shards, shard = self._world_size * workers, worker * self._world_size + self._rank
+        if declares_shards(self.dataset):
+            return ((-1, item) for item in self._items(None, shard, own=True))
+        if self._set_up_by_worker:
+            return self._in_turns(self._items(None, shard, worker), self._rank, self._world_size, ordered=False)
+        with group.watched_rank() as asked:
+            shown = _WatchedInfo(shard, shards, self.dataset)
+            items = self._items(shown, shard)
+            first = list(islice(items, 1))
+        if asked.was_read and self._world_size > 1:
+            shards, shard = workers, worker
+            shown = _WatchedInfo(shard, shards, self.dataset)
+            items = self._items(shown, worker * self._world_size + self._rank, self._rank)
+            first = list(islice(items, 1))
+        whole = (item for part in (first, items) for item in part)
+        if shown.was_read and shards > 1:
+            return ((-1, item) for item in whole)
+        return self._in_turns(whole, shard, shards, ordered=not asked.was_read or self._world_size == 1)
+
+    def _in_turns(self, items: Iterator[Any], shard: int, shards: int, ordered: bool) -> Iterator[tuple[int, Any]]:
+        first = self._read_before
+        return (
+            (n if ordered else -1, item) for n, item in enumerate(items, first) if n // self._turn % shards == shard
+        )
+
+    @property
+    def _read_before(self) -> int:
+        return 0 if self._start is None else int(self._start["read"])
+
+    def _begun(self) -> Iterator[Any]:
+        """The data set's own pass."""
+        if self._start is None:
+            return iter(self.dataset)
+        if self._start["ended"]:
+            # A short last batch is made once there is no more: the place that was kept is that before the next pass.
+            self.go_on_from({**self._start, "read": 0, "ended": False})
+            return iter(())
+        self.dataset.load_state_dict(copy.deepcopy(self._start["dataset"]))
+        items: Iterator[Any] = iter(self.dataset)
+        if self._read_before:
+            return items
+        # Between two passes: one that takes the place where the last pass has ended for the start of its next.
+        first = list(islice(items, 1))
+        return (item for part in ((first, items) if first else (iter(self.dataset),)) for item in part)
+
+    def _items(self, shown: _WatchedInfo | None, place: int, part: int = 0, *, own: bool = False) -> Iterator[Any]:
+        """The data set's items.
+
+        Random streams start alike everywhere: who shuffles all of the data and then takes a share counts on it. From
+        the second item on they are alike only for those who read the same part and take turns. Who reads alone has new
+        ones for each batch, so that what training draws in between does not matter.
+
+        Args:
+            shown: What stands in the place of torch's worker info while items are made; None: that itself.
+            place: The number of this worker over all ranks.
+            part: The number of the part that it reads with others.
+            own: Whether nobody else reads what it reads. Found out from `shown` too.
+        """
+        items: Iterator[Any] | None = None
+        ended = object()
+        for number in count(self._read_before):
+            alone = own or (shown is not None and shown.was_read)
+            if number < 2 or not alone or number % self._turn == 0:
+                where = (int(alone), place if alone else part) if number else ()
+                rng.set_streams(rng.mix(self._seed, rng.ORDER, int(self._epoch), number, *where))
+            with _in_place_of_worker_info(shown):
+                items = self._begun() if items is None else items
+                item = next(items, ended)
+            if item is ended:
+                self.__dict__["_ended"] = True
+                return
+            self.__dict__["_read"] = number + 1
+            yield item
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Called by a user's worker_init_fn, on `get_worker_info().dataset`: torch's documented way to share out.
+        setattr(self.dataset, name, value)
+        if torch_worker.get_worker_info() is not None:
+            self.__dict__["_set_up_by_worker"] = True
+
+    def __reduce__(self) -> Any:
+        arguments = (self.dataset, self._rank, self._world_size, self._seed, self._turn)
+        return _remade, (arguments, self._epoch)
+
+
+def _remade(arguments: tuple[Any, ...], epoch: torch.Tensor) -> ShardedIterable:
+    made = ShardedIterable(*arguments)
+    made.__dict__["_epoch"] = epoch
+    return made
+
+
+@contextmanager
+def _in_place_of_worker_info(shown: _WatchedInfo | None) -> Iterator[None]:
+    real: Any = torch_worker._worker_info
+    torch_worker._worker_info = real if shown is None else cast(Any, shown)
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = real
+
+
+class PositionedCollate:
+    """Collates the items of a `ShardedIterable`, keeping their positions beside the batch."""
+
+    def __init__(self, collate: Callable[[Any], Any], batched: bool) -> None:
+        self._collate = collate
+        self._batched = batched
+
+    def __call__(self, items: Any) -> tuple[torch.Tensor, Any]:
+        """The positions, and the batch as the user's function makes it."""
+        if not self._batched:
+            return torch.tensor(items[0]), self._collate(items[1])
+        return torch.tensor([position for position, _ in items]), self._collate([item for _, item in items])
+
+
+class _WatchedInfo:
+    """Stands in for torch's worker info and notes whether it was read."""
+
+    def __init__(self, shard: int, shards: int, dataset: Any) -> None:
+        self._shard = shard
+        self._shards = shards
+        self.dataset = dataset
+        self.seed = torch.initial_seed()
+        self.was_read = False
+
+    @property
+    def id(self) -> int:
+        """This worker's number among the workers of all ranks."""
+        self.was_read = True
+        return self._shard
+
+    @property
+    def num_workers(self) -> int:
+        """The workers of all ranks."""
+        self.was_read = True
+        return self._shards
