@@ -1,12 +1,10 @@
-"""What a step of `Model.fit` costs on two processes, in time and exchanges, against hand-written loops with DDP.
+"""What a step of `Model.fit` costs on several processes, in time and exchanges, against hand-written loops with DDP.
 
-    python benchmarks/bench_ddp.py                       all of it: 3 rounds, a few minutes
-    python benchmarks/bench_ddp.py --rounds 5 fit hand   only these ways
+    python benchmarks/bench_ddp.py                        all of it on two processes, a few minutes
+    python benchmarks/bench_ddp.py fit hand --ranks 4     only these ways, on four
 
-Each run is two fresh processes that train over gloo, on one thread each, and the ways alternate, so that a change of
-the machine's speed meets all of them alike. A step is timed from the end of the first epoch to the end of the last; the
-first one warms up. Ratios are taken within a round. Shown are medians over the rounds and, in brackets, the smallest
-and largest. CPU time, of both processes together, says more than elapsed time where other programs are running.
+A way is fresh processes that train over gloo, on one thread each; the ways take turns, an epoch each (see turns.py).
+CPU time, of all processes together, says more than elapsed time where other programs are running.
 
 Random numbers, 784 a row, batch 32 a process, Linear 784-512, ReLU, Linear 512-10, Adam.
 
@@ -18,29 +16,27 @@ lengths allow: between the two lies its cost.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import resource
 import socket
-import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
-from bench_fit import machine, now, report
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset
+from turns import Laps, Way, compare, machine, report
 
-WORLD_SIZE = 2
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "2"))
 BATCH_SIZE = 32
-EPOCHS = 4  # the first is not counted
 STEPS = 250
+UNITS = {"elapsed": 1000 / STEPS, "cpu": 1000 / STEPS, "peak": 1.0}
 
-Ends = list[tuple[float, float]]
-"""When each epoch ended: `now()`."""
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -71,20 +67,20 @@ class Parts(IterableDataset):
             yield x[mine], y[mine]
 
 
-# The ways to train. Each trains so many epochs of so many steps and returns when each epoch ended.
+# The ways to train: each marks a lap at the end of every epoch of so many steps, and goes on until it is stopped.
 
 
-def fit(epochs: int, steps: int) -> Ends:
+def fit(laps: Laps, steps: int) -> None:
     """`Model.fit` on tensors."""
-    return fit_on(make_data(steps), epochs, batch_size=BATCH_SIZE)
+    fit_on(make_data(steps), laps, batch_size=BATCH_SIZE)
 
 
-def fit_iterable(epochs: int, steps: int) -> Ends:
+def fit_iterable(laps: Laps, steps: int) -> None:
     """`Model.fit` on an iterable data set."""
-    return fit_on(DataLoader(Parts(steps), batch_size=None), epochs)
+    fit_on(DataLoader(Parts(steps), batch_size=None), laps)
 
 
-def fit_unasked(epochs: int, steps: int) -> Ends:
+def fit_unasked(laps: Laps, steps: int) -> None:
     """The same, where nobody asks who still has data."""
     from hapi.distributed import group
 
@@ -96,27 +92,25 @@ def fit_unasked(epochs: int, steps: int) -> Ends:
             return WORLD_SIZE * self._value
 
     group.PendingSum = Told  # type: ignore[assignment,misc]
-    return fit_iterable(epochs, steps)
+    fit_iterable(laps, steps)
 
 
-def fit_on(data: Any, epochs: int, **options: Any) -> Ends:
+def fit_on(data: Any, laps: Laps, **options: Any) -> None:
     import hapi
 
     network = make_network()
-    ends: Ends = []
 
-    class Clock(hapi.callbacks.Callback):
+    class Marks(hapi.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
-            ends.append(now())
+            laps.mark(loss=logs["loss"])
 
     model = hapi.Model(network).prepare(
         torch.optim.Adam(network.parameters(), lr=1e-3, fused=True), nn.CrossEntropyLoss(), hapi.metrics.Accuracy()
     )
-    model.fit(data, epochs=epochs, callbacks=[Clock()], **options)
-    return ends
+    model.fit(data, epochs=10**6, callbacks=[Marks()], **options)
 
 
-def hand(epochs: int, steps: int) -> Ends:
+def hand(laps: Laps, steps: int) -> None:
     """A loop over tensors that shares out each global batch as `fit` does."""
     x, y = make_data(steps)
     generator = torch.Generator().manual_seed(1)
@@ -126,23 +120,22 @@ def hand(epochs: int, steps: int) -> Ends:
             mine = rows.chunk(WORLD_SIZE)[int(os.environ["RANK"])]
             yield x[mine], y[mine]
 
-    return hand_on(batches, epochs)
+    hand_on(batches, laps)
 
 
-def hand_iterable(epochs: int, steps: int) -> Ends:
+def hand_iterable(laps: Laps, steps: int) -> None:
     """A loop over the same iterable, which hangs where processes have unequally many batches."""
     loader = DataLoader(Parts(steps), batch_size=None)
-    return hand_on(lambda: iter(loader), epochs)
+    hand_on(lambda: iter(loader), laps)
 
 
-def hand_on(batches: Callable[[], Batches], epochs: int) -> Ends:
+def hand_on(batches: Callable[[], Batches], laps: Laps) -> None:
     network = make_network()
     torch.distributed.init_process_group("gloo")
     wrapped = nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-3, fused=True)
-    ends: Ends = []
-    for _ in range(epochs):
-        loss_sum, correct, count = torch.zeros(()), torch.zeros((), dtype=torch.int64), 0
+    while True:
+        loss_sum, correct, samples = torch.zeros(()), torch.zeros((), dtype=torch.int64), 0
         for x, y in batches():
             outputs = wrapped(x)
             loss = cross_entropy(outputs, y)
@@ -151,109 +144,91 @@ def hand_on(batches: Callable[[], Batches], epochs: int) -> Ends:
             optimizer.zero_grad()
             loss_sum += loss.detach() * len(y)
             correct += (outputs.detach().argmax(1) == y).sum()
-            count += len(y)
-        values = torch.stack([loss_sum, correct.float(), torch.tensor(float(count))])
+            samples += len(y)
+        values = torch.stack([loss_sum, correct.float(), torch.tensor(float(samples))])
         torch.distributed.all_reduce(values)
         print(f"loss {values[0] / values[2]:.4f} - acc {values[1] / values[2]:.4f}")
-        ends.append(now())
-    torch.distributed.destroy_process_group()
-    return ends
+        laps.mark(loss=float(values[0] / values[2]))
 
 
-WAYS: dict[str, Callable[[int, int], Ends]] = {
-    "hand": hand,
+WAYS: dict[str, Callable[[Laps, int], None]] = {
     "fit": fit,
-    "hand-iterable": hand_iterable,
+    "hand": hand,
     "fit-iterable": fit_iterable,
+    "hand-iterable": hand_iterable,
     "fit-unasked": fit_unasked,
 }
 # Each way that is compared, with what it is divided by.
 RATIOS = (("fit", "hand"), ("fit-iterable", "hand-iterable"), ("fit-iterable", "fit-unasked"))
-UNITS = {"elapsed": "ms/step", "cpu": "ms/step", "peak": "MB"}
 
 
 # Running and reporting
 
 
-def time_one(name: str) -> dict[str, float]:
-    """Train one way in this process, one of two."""
-    ends = WAYS[name](EPOCHS, STEPS)
-    unit = 1024 if sys.platform != "darwin" else 1
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    steps = (EPOCHS - 1) * STEPS
-    elapsed, cpu = (1000 * (last - first) / steps for first, last in zip(ends[0], ends[-1], strict=True))
-    return {"elapsed": elapsed, "cpu": cpu, "peak": peak / 2**20}
+class Counted(Laps):
+    """Instead of laps: the exchanges of two epochs, as torch's profiler sees them, printed as a lap's values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers = count()
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        self._profile.start()
+
+    def mark(self, **values: float) -> None:
+        if next(self._numbers) == 1:
+            self._profile.stop()
+            names = Counter(event.name for event in self._profile.events() if event.name.startswith("gloo:"))
+            super().mark()
+            super().mark(**dict.fromkeys((*names, *values), 0.0) | names)
 
 
-def count_one(name: str, steps: int) -> dict[str, float]:
-    """The exchanges of two epochs of so many steps, by kind, as torch's profiler sees them."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        WAYS[name](2, steps)
-    return dict(Counter(event.name for event in profile.events() if event.name.startswith("gloo:")))
-
-
-def run_apart(*arguments: str) -> list[dict[str, float]]:
-    """Two fresh processes; the last line of each is its result."""
+def made(name: str, ranks: int, *flags: str) -> Way:
+    """A way on so many processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD_SIZE)}
-    common = {**os.environ, **meeting, "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, *arguments],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(WORLD_SIZE)
-    ]
-    outputs = [process.communicate() for process in processes]
-    if any(process.returncode for process in processes):
-        raise SystemExit(f"{' '.join(arguments)} failed:\n" + "\n".join(text for pair in outputs for text in pair))
-    return [json.loads(written.splitlines()[-1]) for written, _ in outputs]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    places = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    return Way(name, [sys.executable, __file__, "--as", name, *flags], places)
 
 
-def timed(name: str) -> dict[str, float]:
-    """One run of a way; CPU time and memory are those of both processes."""
-    first, second = run_apart("--one", name)
-    result = {key: first[key] + second[key] for key in first} | {"elapsed": max(first["elapsed"], second["elapsed"])}
-    cells = "".join(f"{result[key]:10.2f} {unit}" for key, unit in UNITS.items())
-    print(f"  {name:<14}{cells}", flush=True)
-    return result
-
-
-def exchanges(name: str) -> str:
+def exchanges(name: str, ranks: int, log: Path) -> str:
     """The exchanges of one optimizer step: what 40 steps more bring, divided by 40."""
-    few, many = (Counter(run_apart("--count", str(steps), "--one", name)[0]) for steps in (20, 40))
+    found = []
+    for steps in (20, 40):
+        way = made(name, ranks, "--count", str(steps))
+        compare([way], 1, log)
+        found.append(Counter({key: number for key, number in way.laps[0].items() if key.startswith("gloo:")}))
+    few, many = found
     more = {kind: (many[kind] - few[kind]) / 40 for kind in sorted(many) if many[kind] != few[kind]}
-    return ", ".join(f"{count:.2f} {kind.removeprefix('gloo:')}" for kind, count in more.items())
+    return ", ".join(f"{number:.2f} {kind.removeprefix('gloo:')}" for kind, number in more.items())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A step of Model.fit on two processes against hand-written loops.")
+    parser = argparse.ArgumentParser(description="A step of Model.fit on several processes against hand-written loops.")
     parser.add_argument("ways", nargs="*", default=list(WAYS), help=f"of {', '.join(WAYS)}")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each way is run")
-    parser.add_argument("--one", choices=WAYS, help="be one of the processes of this way; prints the result as JSON")
-    parser.add_argument("--count", type=int, help="with --one: count the exchanges of so many steps")
+    parser.add_argument("--laps", type=int, default=15, help="how many epochs of each way are timed")
+    parser.add_argument("--ranks", type=int, default=2, help="processes of each way")
+    parser.add_argument("--as", dest="one", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--count", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        result = time_one(options.one) if options.count is None else count_one(options.one, options.count)
-        print(json.dumps(result))
-        return
-    unknown = set(options.ways) - set(WAYS)
-    if unknown:
+        laps = Laps() if options.count is None else Counted()
+        WAYS[options.one](laps, options.count or STEPS)
+    if unknown := set(options.ways) - set(WAYS):
         parser.error(f"unknown ways {sorted(unknown)}; there are {', '.join(WAYS)}")
     print(machine())
-    rounds = []
-    for number in range(options.rounds):
-        print(f"round {number + 1} of {options.rounds}")
-        rounds.append({name: timed(name) for name in options.ways})
-    print("", *report(rounds, RATIOS, UNITS), sep="\n")
-    print("\nexchanges of an optimizer step")
-    for name in options.ways:
-        print(f"{name:<28}{exchanges(name)}")
+    print(
+        f"{options.ranks} processes: milliseconds a step, CPU milliseconds a step, MB: medians, quartiles in brackets."
+    )
+    ways = [made(name, options.ranks) for name in options.ways]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        compare(ways, options.laps, log)
+        print(*report(ways, RATIOS, UNITS), sep="\n", flush=True)
+        print("\nexchanges of an optimizer step\n")
+        for name in options.ways:
+            print(f"- {name}: {exchanges(name, options.ranks, log)}")
 
 
 if __name__ == "__main__":

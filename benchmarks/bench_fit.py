@@ -1,15 +1,17 @@
-"""What `Model.fit` costs: an epoch of examples/mnist.py against hand-written loops, and the peak memory.
+"""What `Model.fit`, `evaluate` and `predict` cost in one process, against loops written by hand.
 
-    python benchmarks/bench_fit.py                       all of it: 3 rounds, a few minutes
-    python benchmarks/bench_fit.py --rounds 5 fit hand   only these ways
-    python benchmarks/bench_fit.py --denormals           with denormal numbers kept
+    python benchmarks/bench_fit.py                        all cases, some minutes
+    python benchmarks/bench_fit.py mnist-32 --laps 15     one of them
+    python benchmarks/bench_fit.py mnist-32 --ways fit hand --denormals
 
-Each run is a process of its own, and the ways alternate, so that a change of the machine's speed meets all of them
-alike. An epoch is timed from the end of the first epoch to the end of the last; the first one warms up. Ratios are
-taken within a round. Shown are medians over the rounds and, in brackets, the smallest and largest. CPU time, of all
-threads together, says more than elapsed time where other programs are running.
+The ways of a case take turns, an epoch each (see turns.py); fit with its bar or lines, accuracy and History as they are
+by default. CPU time, of all threads together, says more than elapsed time where other programs are running.
 
-Full MNIST (HAPI_DATA_HOME, or downloaded), batch 32, Linear 784-512, ReLU, Dropout 0.2, Linear 512-10, Adam.
+mnist-*: full MNIST, Linear 784-512, ReLU, Dropout 0.2, Linear 512-10, fused Adam, at that batch size.
+mnist-32-usual: the same against torchvision's data set in a DataLoader, and `.item()` in each step.
+mnist-32-tensors: the same on a float32 tensor of all images.
+cifar10-32: examples/cifar10.py's network, fused Adam, a quarter of its images.
+evaluate-256, predict-256: MNIST's training images without training, loss and accuracy, or the outputs of all.
 
 All ways flush denormal numbers to zero, as examples/mnist.py does. Where a pixel is nearly always black, Adam's mean of
 the gradients decays into them, and they can double an epoch's time on a CPU, whoever writes the loop.
@@ -18,102 +20,124 @@ the gradients decays into them, and they can double an epoch's time on a CPU, wh
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import resource
-import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from turns import Laps, Way, compare, machine, report
 
-BATCH_SIZE = 32
-EPOCHS = 3  # the first is not counted
-
-Ends = list[tuple[float, float]]
-"""When each epoch ended: `now()`."""
+UNITS = {"elapsed": 1.0, "cpu": 1.0, "peak": 1.0}
 
 
-def now() -> tuple[float, float]:
-    """Elapsed seconds, and CPU seconds of this process."""
-    return time.perf_counter(), time.process_time()
-
-
-def make_network() -> nn.Sequential:
+def mlp() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Dropout(0.2), nn.Linear(512, 10))
 
 
+def convolutions() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(64, 64, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 4 * 4, 64), nn.ReLU(), nn.Linear(64, 10)),
+    )
+
+
+def adam(network: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(network.parameters(), lr=1e-3, fused=True)
+
+
 def mnist_in_memory() -> tuple[torch.Tensor, torch.Tensor]:
-    """The training images, (60000, 28, 28) uint8, and their classes, (60000,) int64; no module is imported for it."""
+    """The training images, (60000, 1, 28, 28) uint8, and classes, (60000,) int64; no module is imported for it."""
     raw = Path(os.environ["HAPI_DATA_HOME"], "MNIST", "raw")
     images = torch.frombuffer(bytearray((raw / "train-images-idx3-ubyte").read_bytes()), dtype=torch.uint8, offset=16)
     classes = torch.frombuffer(bytearray((raw / "train-labels-idx1-ubyte").read_bytes()), dtype=torch.uint8, offset=8)
-    return images.reshape(-1, 28, 28), classes.long()
+    return images.reshape(-1, 1, 28, 28), classes.long()
 
 
-# The ways to train. Each trains EPOCHS epochs and returns when each of them ended.
+def cifar_in_memory() -> tuple[torch.Tensor, torch.Tensor]:
+    """A quarter of CIFAR-10's training images, (12500, 3, 32, 32) uint8, and their classes, (12500,) int64."""
+    import pickle
+
+    images, classes = [], []
+    for number in range(1, 6):
+        path = Path(os.environ["HAPI_DATA_HOME"], "cifar-10-batches-py", f"data_batch_{number}")
+        batch = pickle.loads(path.read_bytes(), encoding="latin1")
+        images.append(torch.from_numpy(batch["data"]).reshape(-1, 3, 32, 32))
+        classes += batch["labels"]
+    return torch.cat(images)[:12500].clone(), torch.tensor(classes[:12500])
 
 
-def fit() -> Ends:
-    """`Model.fit` on `hapi.datasets.MNIST`, with its bar or lines as they are by default."""
-    import hapi
+# The ways. Each marks a lap at the end of every epoch, and goes on until it is stopped.
+
+
+def fit(laps: Laps, batch_size: int) -> None:
+    """`Model.fit` on `hapi.datasets.MNIST`."""
     from hapi.datasets import MNIST
 
-    return fit_on(MNIST(mode="train"), hapi)
+    fit_on(MNIST(mode="train"), mlp(), laps, batch_size)
 
 
-def fit_tensors() -> Ends:
+def fit_tensors(laps: Laps, batch_size: int) -> None:
     """`Model.fit` on a float32 tensor of all images."""
+    images, classes = mnist_in_memory()
+    fit_on((images.div(255), classes), mlp(), laps, batch_size)
+
+
+def fit_cifar(laps: Laps, batch_size: int) -> None:
+    """`Model.fit` on a part of `hapi.datasets.CIFAR10`."""
+    from torch.utils.data import Subset
+
+    from hapi.datasets import CIFAR10
+
+    fit_on(Subset(CIFAR10(mode="train"), range(12500)), convolutions(), laps, batch_size)
+
+
+def fit_on(data: object, network: nn.Module, laps: Laps, batch_size: int) -> None:
     import hapi
 
-    images, classes = mnist_in_memory()
-    return fit_on((images.div(255), classes), hapi)
-
-
-def fit_on(data: object, hapi: object) -> Ends:
-    network = make_network()
-    ends: Ends = []
-
-    class Clock(hapi.callbacks.Callback):
+    class Marks(hapi.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
-            ends.append(now())
+            laps.mark(loss=logs["loss"], acc=logs["acc"])
 
-    model = hapi.Model(network).prepare(
-        torch.optim.Adam(network.parameters(), lr=1e-3, fused=True),
-        nn.CrossEntropyLoss(),
-        hapi.metrics.Accuracy(),
-    )
-    model.fit(data, epochs=EPOCHS, batch_size=BATCH_SIZE, callbacks=[Clock()])
-    return ends
+    model = hapi.Model(network).prepare(adam(network), nn.CrossEntropyLoss(), hapi.metrics.Accuracy())
+    model.fit(data, epochs=10**6, batch_size=batch_size, callbacks=[Marks()])
 
 
-def hand() -> Ends:
+def hand(laps: Laps, batch_size: int) -> None:
     """A tuned loop over uint8 tensors in memory: a batch is one indexing, no value is read in an epoch."""
     images, classes = mnist_in_memory()
-    return hand_on(lambda rows: images[rows].float().div_(255), classes)
+    hand_on(lambda rows: images[rows].float().div_(255), classes, mlp(), laps, batch_size)
 
 
-def hand_tensors() -> Ends:
+def hand_tensors(laps: Laps, batch_size: int) -> None:
     """The same loop over a float32 tensor of all images."""
     images, classes = mnist_in_memory()
     converted = images.div(255)
-    return hand_on(lambda rows: converted[rows], classes)
+    hand_on(lambda rows: converted[rows], classes, mlp(), laps, batch_size)
 
 
-def hand_on(batch: Callable[[torch.Tensor], torch.Tensor], classes: torch.Tensor) -> Ends:
-    network = make_network()
-    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3, fused=True)
-    ends: Ends = []
-    for _ in range(EPOCHS):
+def hand_cifar(laps: Laps, batch_size: int) -> None:
+    """The same loop over CIFAR-10, normalized as `hapi.datasets.CIFAR10` does it by default."""
+    images, classes = cifar_in_memory()
+    hand_on(lambda rows: images[rows].float().div_(255), classes, convolutions(), laps, batch_size)
+
+
+def hand_on(
+    batch: Callable[[torch.Tensor], torch.Tensor],
+    classes: torch.Tensor,
+    network: nn.Module,
+    laps: Laps,
+    batch_size: int,
+) -> None:
+    optimizer = adam(network)
+    while True:
         loss_sum, correct = torch.zeros(()), torch.zeros((), dtype=torch.int64)
-        for rows in torch.randperm(len(classes)).split(BATCH_SIZE):
+        for rows in torch.randperm(len(classes)).split(batch_size):
             labels = classes[rows]
             outputs = network(batch(rows))
             loss = cross_entropy(outputs, labels)
@@ -122,23 +146,22 @@ def hand_on(batch: Callable[[torch.Tensor], torch.Tensor], classes: torch.Tensor
             optimizer.zero_grad()
             loss_sum += loss.detach() * len(rows)
             correct += (outputs.detach().argmax(1) == labels).sum()
-        print(f"loss {loss_sum.item() / len(classes):.4f} - acc {correct.item() / len(classes):.4f}")
-        ends.append(now())
-    return ends
+        values = {"loss": loss_sum.item() / len(classes), "acc": correct.item() / len(classes)}
+        print(values)
+        laps.mark(**values)
 
 
-def usual() -> Ends:
+def usual(laps: Laps, batch_size: int) -> None:
     """The usual script: torchvision's data set, ToTensor, DataLoader, and `.item()` each step."""
     from torch.utils.data import DataLoader
     from torchvision.datasets import MNIST
     from torchvision.transforms import ToTensor
 
     data = MNIST(os.environ["HAPI_DATA_HOME"], train=True, transform=ToTensor())
-    loader = DataLoader(data, batch_size=BATCH_SIZE, shuffle=True)
-    network = make_network()
+    loader = DataLoader(data, batch_size=batch_size, shuffle=True)
+    network = mlp()
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
-    ends: Ends = []
-    for _ in range(EPOCHS):
+    while True:
         loss_sum, correct = 0.0, 0
         for images, labels in loader:
             optimizer.zero_grad()
@@ -148,115 +171,128 @@ def usual() -> Ends:
             optimizer.step()
             loss_sum += loss.item() * len(labels)
             correct += (outputs.argmax(1) == labels).sum().item()
-        print(f"loss {loss_sum / len(data):.4f} - acc {correct / len(data):.4f}")
-        ends.append(now())
-    return ends
+        values = {"loss": loss_sum / len(data), "acc": correct / len(data)}
+        print(values)
+        laps.mark(**values)
 
 
-WAYS: dict[str, Callable[[], Ends]] = {
-    "hand": hand,
-    "fit": fit,
-    "usual": usual,
-    "hand-tensors": hand_tensors,
-    "fit-tensors": fit_tensors,
+def fit_torchvision(laps: Laps, batch_size: int) -> None:
+    """`Model.fit` on torchvision's data set."""
+    from torchvision.datasets import MNIST
+    from torchvision.transforms import ToTensor
+
+    fit_on(MNIST(os.environ["HAPI_DATA_HOME"], train=True, transform=ToTensor()), mlp(), laps, batch_size)
+
+
+def evaluate(laps: Laps, batch_size: int) -> None:
+    """`Model.evaluate`."""
+    import hapi
+    from hapi.datasets import MNIST
+
+    model = hapi.Model(mlp()).prepare(loss=nn.CrossEntropyLoss(), metrics=hapi.metrics.Accuracy())
+    data = MNIST(mode="train")
+    while True:
+        laps.mark(**model.evaluate(data, batch_size=batch_size))
+
+
+def evaluate_by_hand(laps: Laps, batch_size: int) -> None:
+    """A tuned loop in eval mode, without gradients."""
+    images, classes = mnist_in_memory()
+    network = mlp()
+    while True:
+        loss_sum, correct = torch.zeros(()), torch.zeros((), dtype=torch.int64)
+        network.eval()
+        with torch.no_grad():
+            for start in range(0, len(classes), batch_size):
+                labels = classes[start : start + batch_size]
+                outputs = network(images[start : start + batch_size].float().div_(255))
+                loss_sum += cross_entropy(outputs, labels) * len(labels)
+                correct += (outputs.argmax(1) == labels).sum()
+        network.train()
+        laps.mark(loss=loss_sum.item() / len(classes), acc=correct.item() / len(classes))
+
+
+def predict(laps: Laps, batch_size: int) -> None:
+    """`Model.predict`, the outputs of all samples as one tensor."""
+    import hapi
+    from hapi.datasets import MNIST
+
+    model = hapi.Model(mlp())
+    data = MNIST(mode="train")
+    while True:
+        outputs = model.predict(data, batch_size=batch_size, stack_outputs=True)
+        laps.mark(sum=float((outputs[0] if isinstance(outputs, list) else outputs).sum()))
+
+
+def predict_by_hand(laps: Laps, batch_size: int) -> None:
+    """A tuned loop in eval mode, whose outputs are joined at its end."""
+    images, classes = mnist_in_memory()
+    network = mlp()
+    while True:
+        network.eval()
+        parts = []
+        with torch.no_grad():
+            for start in range(0, len(classes), batch_size):
+                parts.append(network(images[start : start + batch_size].float().div_(255)))
+        network.train()
+        laps.mark(sum=float(torch.cat(parts).sum()))
+
+
+CASES: dict[str, dict[str, Callable[[Laps, int], None]]] = {
+    "mnist-32": {"fit": fit, "hand": hand},
+    "mnist-256": {"fit": fit, "hand": hand},
+    "mnist-32-tensors": {"fit": fit_tensors, "hand": hand_tensors},
+    "mnist-32-usual": {"fit": fit, "usual": usual, "fit-torchvision": fit_torchvision},
+    "cifar10-32": {"fit": fit_cifar, "hand": hand_cifar},
+    "evaluate-256": {"evaluate": evaluate, "hand": evaluate_by_hand},
+    "predict-256": {"predict": predict, "hand": predict_by_hand},
 }
-# Each way that is compared, with what it is divided by.
-RATIOS = (("fit", "hand"), ("fit", "usual"), ("fit-tensors", "hand-tensors"))
-UNITS = {"elapsed": "s/epoch", "cpu": "s/epoch", "peak": "MB"}
-
-
-# Running and reporting
 
 
 def provide_data() -> None:
-    """Download MNIST if it is not there, and tell the runs where it is."""
-    from hapi.datasets import MNIST
+    """Download MNIST and CIFAR-10 if they are not there, and tell the runs where they are."""
+    from hapi.datasets import CIFAR10, MNIST
     from hapi.datasets.files import default_root
 
     MNIST(mode="train")
+    CIFAR10(mode="train")
     os.environ["HAPI_DATA_HOME"] = str(default_root())
 
 
-def run_one(name: str, denormals: bool) -> dict[str, float]:
-    """Train one way in this process."""
-    torch.set_flush_denormal(not denormals)
-    ends = WAYS[name]()
-    unit = 1024 if sys.platform != "darwin" else 1
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    elapsed, cpu = ((last - first) / (EPOCHS - 1) for first, last in zip(ends[0], ends[-1], strict=True))
-    return {"elapsed": elapsed, "cpu": cpu, "peak": peak / 2**20}
-
-
-def run_apart(name: str, denormals: bool) -> dict[str, float]:
-    """Train one way in a fresh process; its last line is the result."""
-    command = [sys.executable, __file__, "--one", name, *(["--denormals"] if denormals else [])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{name} failed:\n{done.stdout}{done.stderr}")
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    cells = "".join(f"{result[key]:10.2f} {unit}" for key, unit in UNITS.items())
-    print(f"  {name:<14}{cells}", flush=True)
-    return result
-
-
-def machine() -> str:
-    """The machine and the versions that the figures hold for."""
-    model = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
-    return (
-        f"{model}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {platform.system()}; "
-        f"Python {platform.python_version()}, torch {torch.__version__}"
-    )
-
-
-def report(
-    rounds: list[dict[str, dict[str, float]]], ratios: Sequence[tuple[str, str]], units: Mapping[str, str]
-) -> Iterator[str]:
-    """The closing tables: of each way, in these units, and of each of these pairs that was run."""
-    names = list(rounds[0])
-    yield heading("way", [f"{key} ({unit})" for key, unit in units.items()])
-    for name in names:
-        yield row(name, [[one[name][key] for one in rounds] for key in units])
-    yield "\n" + heading("ratio", list(units))
-    for name, other in ratios:
-        if name in names and other in names:
-            yield row(f"{name} / {other}", [[one[name][key] / one[other][key] for one in rounds] for key in units])
-
-
-def heading(first: str, others: list[str]) -> str:
-    return f"{first:<28}" + "".join(f"{other:>26}" for other in others)
-
-
-def row(first: str, columns: list[list[float]]) -> str:
-    return heading(first, [spread(values) for values in columns])
-
-
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f}..{max(values):.2f})"
+def run_case(name: str, only: list[str], laps: int, denormals: bool) -> None:
+    """Run a case and print its tables."""
+    flags = ["--denormals"] if denormals else []
+    ways = [
+        Way(way, [sys.executable, __file__, name, "--as", way, *flags])
+        for way in CASES[name]
+        if not only or way in only
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        compare(ways, laps, Path(folder, "log"))
+    first, *others = (way.name for way in ways)
+    print(f"\n### {name}\n")
+    print(*report(ways, [(first, other) for other in others], UNITS), sep="\n", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="An epoch of Model.fit against hand-written loops.")
-    parser.add_argument("ways", nargs="*", default=list(WAYS), help=f"of {', '.join(WAYS)}")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each way is run")
+    parser = argparse.ArgumentParser(description="Model.fit, evaluate and predict against loops written by hand.")
+    parser.add_argument("cases", nargs="*", default=list(CASES), help=f"of {', '.join(CASES)}")
+    parser.add_argument("--laps", type=int, default=9, help="how many epochs of each way are timed")
+    parser.add_argument("--ways", nargs="+", default=[], help="only these")
     parser.add_argument("--denormals", action="store_true", help="keep denormal numbers")
-    parser.add_argument("--one", choices=WAYS, help="run one way in this process and print the result as JSON")
+    parser.add_argument("--as", dest="one", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if unknown := set(options.cases) - set(CASES):
+        parser.error(f"unknown cases {sorted(unknown)}; there are {', '.join(CASES)}")
     if options.one:
-        print(json.dumps(run_one(options.one, options.denormals)))
-        return
-    unknown = set(options.ways) - set(WAYS)
-    if unknown:
-        parser.error(f"unknown ways {sorted(unknown)}; there are {', '.join(WAYS)}")
+        torch.set_flush_denormal(not options.denormals)
+        (case,) = options.cases
+        CASES[case][options.one](Laps(), int(case.split("-")[1]))
     provide_data()
     print(machine())
-    rounds = []
-    for number in range(options.rounds):
-        print(f"round {number + 1} of {options.rounds}")
-        rounds.append({name: run_apart(name, options.denormals) for name in options.ways})
-    print("", *report(rounds, RATIOS, UNITS), sep="\n")
+    print("Seconds a lap, CPU seconds a lap, MB: medians, quartiles in brackets.")
+    for case in options.cases:
+        run_case(case, options.ways, options.laps, options.denormals)
 
 
 if __name__ == "__main__":

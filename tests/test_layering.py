@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("hapi.checks", "hapi.files", "hapi.modes", "hapi.datasets", "hapi.signals", "hapi.writer"),
     ("hapi.batch", "hapi.distributed"),
     ("hapi.data.order",),  # arithmetic that DistributedBatchSampler shares with the feeds
+    ("hapi.data.permutation",),
     ("hapi.device", "hapi.rng", "hapi.archive"),
     ("hapi.distributed.launchers", "hapi._version"),
     ("hapi.distributed.leftovers",),

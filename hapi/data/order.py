@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from hapi import rng
+
+if TYPE_CHECKING:
+    from hapi.data.permutation import LazyPermutation
+
+# Of a longer order (32 MB, half a second to draw) only the piece that is read is computed.
+_MOST_IN_MEMORY = 1 << 22
 
 
 class Share(NamedTuple):
@@ -127,8 +133,14 @@ class GlobalOrder:
             return filled_part(total, -(-self.global_batch // self._world_size), self._rank)
         return even_part(total, self._world_size, self._rank, self._single)
 
-    def _permutation(self, epoch: int) -> torch.Tensor | None:
+    def _permutation(self, epoch: int) -> torch.Tensor | LazyPermutation | None:
         if not self._shuffle:
             return None
-        generator = torch.Generator().manual_seed(rng.mix(self._seed, rng.ORDER, epoch) >> 1)
+        key = rng.mix(self._seed, rng.ORDER, epoch)
+        if self._length > _MOST_IN_MEMORY:
+            # Only for a process with that much data.
+            from hapi.data.permutation import LazyPermutation
+
+            return LazyPermutation(self._length, key)
+        generator = torch.Generator().manual_seed(key >> 1)
         return torch.randperm(self._length, generator=generator)

@@ -59,6 +59,8 @@ class ShardedIterable(IterableDataset[Any]):
 
     def place(self, within: bool) -> dict[str, Any]:
         """Where this process's copy of the data set stands: within a pass, or between two."""
+        if not within and self._next_start is not None:
+            return dict(self._next_start)
         read, ended = (self._read, self._ended) if within else (0, False)
         return {"read": read, "ended": ended, "dataset": copy.deepcopy(self.dataset.state_dict())}
 

@@ -46,11 +46,16 @@ class _Places:
     """Where data stood after each of the last two batches of a pass: one of them may have been read ahead."""
 
     def __init__(self) -> None:
-        self.begin(0)
+        self.begin(0, None)
 
-    def begin(self, skipped: int) -> None:
-        """A pass starts, whose first batches are read again and passed over."""
-        self._places: deque[Any] = deque(maxlen=2)
+    def begin(self, skipped: int, place: Any) -> None:
+        """A pass starts.
+
+        Args:
+            skipped: How many batches are read again and passed over.
+            place: Where the data goes on instead; None: at its beginning.
+        """
+        self._places: deque[Any] = deque([] if place is None else [place], maxlen=2)
         self._ahead = -skipped
 
     def read(self, place: Any) -> None:
@@ -102,7 +107,7 @@ class SelfShardedFeed(Feed):
         set_epoch(self._loader, epoch)
         self.restore(start.data)
         skipped = start.step if self._stateful is None or start.data is None else 0
-        self._places.begin(skipped)
+        self._places.begin(skipped, start.data)
         for piece in in_step(self._numbered(epoch, start.step - skipped), self._lockstep, skipped):
             self._places.take()
             yield piece
@@ -220,7 +225,7 @@ class IterableFeed(Feed):
         set_epoch(self._loader, epoch)
         self.restore(start.data)
         skipped = start.step if self._stateful is None or start.data is None else 0
-        self._places.begin(skipped)
+        self._places.begin(skipped, start.data)
         for piece in in_step(self._numbered(), self._lockstep, skipped):
             self._places.take()
             yield piece

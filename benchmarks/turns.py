@@ -1,0 +1,213 @@
+"""Programs that take turns, so that a change of the machine's speed meets all of them alike.
+
+A comparison is a few ways to do the same work, each a command of its own: one or several fresh processes. All are
+started, and then they take turns: one does a lap (an epoch, a thousand steps) while the others wait, then the next. A
+ratio is taken between laps that follow one another, and the median over all laps is what is told. On a machine whose
+speed drifts by 20 % within a minute, whole runs after one another would say nothing about 3 %.
+
+A way's program calls `Laps.mark` at the end of each lap, which hands the turn back and waits for the next one; what
+lies between two marks is what is timed. Its last call ends the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+ADDRESS = "HAPI_BENCH_ADDRESS"
+
+
+class Laps:
+    """The side of a way's program.
+
+    Without a driver (`ADDRESS` is not set) the laps follow one another and their times are printed.
+    """
+
+    def __init__(self) -> None:
+        address = os.environ.get(ADDRESS)
+        self._driver: Connection | None = None
+        if address:
+            host, port = address.split(":")
+            self._driver = Client((host, int(port)))
+        self._began: tuple[float, float] | None = None
+
+    def mark(self, **values: float) -> None:
+        """End a lap and wait for the turn to begin the next one. The first call ends the warm-up.
+
+        Args:
+            values: What shows that the work was done, such as the lap's loss.
+
+        Raises:
+            SystemExit: It was the last lap.
+        """
+        lap = None
+        if self._began is not None:
+            elapsed, cpu = (now - then for now, then in zip(_now(), self._began, strict=True))
+            lap = {"elapsed": elapsed, "cpu": cpu, "peak": peak_memory()} | values
+        if self._driver is None:
+            print(lap, file=sys.stderr)
+        else:
+            self._driver.send(lap)
+            if not self._driver.recv():
+                sys.stdout.flush()
+                # At once: what a trainer does after its last epoch is not part of a lap.
+                os._exit(0)
+        self._began = _now()
+
+
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def peak_memory() -> float:
+    """The most memory that this process has held, in MB."""
+    unit = 1024 if sys.platform != "darwin" else 1
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+@dataclass
+class Way:
+    """A program to compare, and what its laps gave."""
+
+    name: str
+    command: Sequence[str]
+    environments: Sequence[Mapping[str, str]] = field(default_factory=lambda: [{}])
+    """One process for each."""
+    laps: list[dict[str, float]] = field(default_factory=list)
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    connections: list[Connection] = field(default_factory=list)
+
+    def start(self, log: Path) -> None:
+        """Start the processes, and wait until each has ended its warm-up."""
+        self.log = log
+        with Listener(("127.0.0.1", 0)) as listener, log.open("ab") as output:
+            host, port = listener.address
+            for variables in self.environments:
+                environment = {**os.environ, **variables, ADDRESS: f"{host}:{port}"}
+                self.processes.append(
+                    subprocess.Popen(self.command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+                )
+            self.connections = [self._accept(listener) for _ in self.environments]
+        self._receive()
+
+    def _accept(self, listener: Listener) -> Connection:
+        listener._listener._socket.settimeout(1)  # type: ignore[attr-defined]
+        while True:
+            try:
+                return listener.accept()
+            except TimeoutError:
+                self._refuse_ended()
+
+    def _refuse_ended(self) -> None:
+        if any(process.poll() is not None for process in self.processes):
+            raise SystemExit(f"{self.name} ended early:\n{self.log.read_text(errors='replace')[-4000:]}")
+
+    def _receive(self) -> list[Any]:
+        messages = []
+        for connection in self.connections:
+            while not connection.poll(1):
+                self._refuse_ended()
+            try:
+                messages.append(connection.recv())
+            except EOFError:
+                raise SystemExit(f"{self.name} ended early:\n{self.log.read_text(errors='replace')[-4000:]}") from None
+        return messages
+
+    def lap(self) -> None:
+        """Let it do a lap while all others wait."""
+        for connection in self.connections:
+            connection.send(True)
+        ranks = self._receive()
+        total = {key: sum(rank[key] for rank in ranks) for key in ("cpu", "peak")}
+        self.laps.append({**ranks[0], **total, "elapsed": max(rank["elapsed"] for rank in ranks)})
+
+    def stop(self) -> None:
+        """End the processes."""
+        for connection in self.connections:
+            # One that has ended already.
+            with contextlib.suppress(OSError):
+                connection.send(False)
+        for process in self.processes:
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def compare(ways: Sequence[Way], laps: int, log: Path) -> None:
+    """Let the ways take turns, so many laps each, the order turned round every time."""
+    log.unlink(missing_ok=True)
+    try:
+        for way in ways:
+            way.start(log)
+        for number in range(laps):
+            for way in ways if number % 2 == 0 else reversed(ways):
+                way.lap()
+    finally:
+        for way in ways:
+            way.stop()
+
+
+def ratios(way: Way, other: Way, key: str) -> list[float]:
+    """Lap by lap, one by the other."""
+    return [one[key] / two[key] for one, two in zip(way.laps, other.laps, strict=True)]
+
+
+def report(ways: Sequence[Way], pairs: Sequence[tuple[str, str]], units: Mapping[str, float]) -> Iterator[str]:
+    """Tables in Markdown: each way's laps, then the pairs' ratios, medians with the quartiles.
+
+    Args:
+        ways: What has run.
+        pairs: Which is divided by which, by name; those that have not run are left out.
+        units: For each column, such as "elapsed", what its values are multiplied by to be shown.
+    """
+    by_name = {way.name: way for way in ways}
+    yield row("way", list(units))
+    yield row("---", ["---"] * len(units))
+    for way in ways:
+        yield row(way.name, [spread([lap[key] * unit for lap in way.laps], 2) for key, unit in units.items()])
+    found = [(one, two) for one, two in pairs if one in by_name and two in by_name]
+    if found:
+        yield ""
+        yield row("ratio", list(units))
+        yield row("---", ["---"] * len(units))
+    for one, two in found:
+        cells = [spread(ratios(by_name[one], by_name[two], key), 3) for key in units]
+        yield row(f"{one} / {two}", cells)
+
+
+def row(first: str, others: Sequence[str]) -> str:
+    """A row of a Markdown table."""
+    return "| " + " | ".join([first, *others]) + " |"
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """The median and, in brackets, the quartiles."""
+    quartiles = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+    return f"{quartiles[1]:.{digits}f} ({quartiles[0]:.{digits}f} to {quartiles[2]:.{digits}f})"
+
+
+def machine() -> str:
+    """The machine and the versions that the figures hold for."""
+    import torch
+
+    model = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
+    return (
+        f"{model}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {platform.system()}; "
+        f"Python {platform.python_version()}, torch {torch.__version__}"
+    )
