@@ -193,7 +193,7 @@ def _single_pass(
     arguments.same_call(call, compared)
     feed = make_feed(data, options.request(has_own_batches(data), floats_for(model.network)), stepper.device)
     params = {
-        "steps": feed.steps, "samples": feed.samples, "verbose": options.verbose, "log_freq": options.log_freq,
+        **_extent(feed, options.num_iters), "verbose": options.verbose, "log_freq": options.log_freq,
         "metrics": _log_names(model),
     }  # fmt: skip
     chosen = default_callbacks(
@@ -206,6 +206,15 @@ def _single_pass(
         stepper.sync(parameters=True)
     with _reading(feed), engine.in_call(run.callbacks), rng.isolated(stepper.device):
         yield run, feed
+
+
+def _extent(feed: Feed, num_iters: int | None) -> dict[str, int | None]:
+    """How much evaluate or predict will read, at most."""
+    steps, samples, batch = feed.steps, feed.samples, feed.global_batch
+    if num_iters is not None:
+        steps = num_iters if steps is None else min(num_iters, steps)
+        samples = None if samples is None or batch is None else min(samples, num_iters * batch)
+    return {"steps": steps, "samples": samples, "global_batch": batch}
 
 
 def _log_names(model: Model) -> list[str]:
@@ -258,6 +267,8 @@ def _fit_params(
         names += [f"val_{name}" for name in _log_names(model)]
     return {
         "batch_size": train.batch_size,
+        "global_batch": train.global_batch,
+        "eval_global_batch": None if evaluation is None else evaluation.global_batch,
         "epochs": options.epochs,
         "first_epoch": model.epochs_trained,
         # A run that goes on counts its epochs from its own start.

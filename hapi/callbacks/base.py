@@ -52,11 +52,13 @@ class Callback:
     Attributes:
         model: The `hapi.Model`; ``model.network``, ``model.optimizer``, ``model.stop_training = True``,
             ``model.save(path)``.
-        params: What is known of the call before it starts. In fit: ``batch_size``, ``epochs``,
+        params: What is known of the call before it starts. In fit: ``batch_size``, ``global_batch`` (samples
+            of a step over all ranks; None: the data decides), ``eval_global_batch``, ``epochs``,
             ``first_epoch`` and ``last_epoch`` (as in ``range``), ``steps`` (of an epoch; None: unknown),
             ``samples``, ``verbose``, ``log_freq``, ``metrics`` (the names that epoch logs will have),
-            ``save_dir``, ``save_freq``, ``eval_freq``. In evaluate and predict: ``steps``, ``samples``,
-            ``verbose``, ``log_freq``, ``metrics``. In all: ``callbacks``, those of the call in their order.
+            ``save_dir``, ``save_freq``, ``eval_freq``, ``num_iters``. In evaluate and predict: ``steps``,
+            ``samples``, ``global_batch``, ``verbose``, ``log_freq``, ``metrics``. In all: ``callbacks``, those
+            of the call in their order.
         batch_freq: The ``on_..._batch_end`` hooks are called on every so many-th step: nothing is gathered
             between.
     """

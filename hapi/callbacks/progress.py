@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from hapi.callbacks.base import PROGRESS, Callback, Logs
 from hapi.callbacks.terminal import number, say
@@ -15,19 +15,26 @@ from hapi.distributed import get_rank
 
 # Seconds between two refreshes of a bar, each of which waits for the device.
 _BAR_SECONDS = 0.1
-# Seconds between two plain lines within a pass, and their number in a pass of known length.
-_LINE_SECONDS, _LINES = 5.0, 10
-# A short bar, so that two values fit in beside it in 80 columns.
-_BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+# Columns that a bar takes at most, and at least where its values leave it less.
+_WIDEST, _NARROWEST = 12, 3
+# Seconds between two plain lines within a pass.
+_LINE_SECONDS = 5.0
+# How many of them a pass of known length has: with its evaluation and its own line, an epoch has less than 20.
+_LINES, _EVALUATION_LINES = 10, 5
+# By how much each line is rarer than the one before where the length is unknown.
+_RARER = 3
 
 
 class ProgBarLogger(Callback):
     """Shows progress and values, on rank 0 alone. Values are read from the device only when they are shown.
 
-    Each epoch ends with one line on stdout that holds all its values, its learning rate and time; so do
-    ``evaluate`` and ``predict``. In between, ``verbose=1`` shows a bar on stderr if that is a terminal or a
-    notebook; otherwise at most ten lines on stdout, at least five seconds apart. ``verbose=2`` writes a line
-    to stdout every ``log_freq`` steps.
+    Each epoch ends with one line on stdout that holds all its values, its learning rate, its time and the speed of its
+    training; so do ``evaluate`` and ``predict``. In between, ``verbose=1`` shows a bar on stderr if that is a terminal
+    or a notebook; otherwise a few lines on stdout, at least five seconds apart, less than 20 an epoch. ``verbose=2``
+    writes a line to stdout every ``log_freq`` steps.
+
+    The speed is in samples per second over all ranks, or in milliseconds per step where the data decides how many
+    samples a step has. The time left is that of the pass; data of unknown length has none.
 
     Args:
         log_freq: The bar is refreshed, and a line may be written, every so many steps.
@@ -55,6 +62,9 @@ class ProgBarLogger(Callback):
         self._training = False
         self._title = ""
         self._epoch_began = 0.0
+        self._speed: str | None = None
+        # Steps trained when the fit began, and when its epoch did: a run that is resumed goes on within both.
+        self._fit_start = self._epoch_start = 0
 
     def set_params(self, params: Mapping[str, Any]) -> None:
         """Find out whether this process shows anything."""
@@ -66,6 +76,7 @@ class ProgBarLogger(Callback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Evaluations until `on_train_end` belong to epochs."""
         self._training = True
+        self._fit_start = self.model.steps_trained
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Done."""
@@ -77,11 +88,12 @@ class ProgBarLogger(Callback):
         self._epoch_began = time.monotonic()
         last = self.params.get("last_epoch")
         self._title = f"Epoch {epoch + 1}/{last}" if last else f"Epoch {epoch + 1}"
-        self._begin_pass(self._title, self.params.get("steps"))
+        self._epoch_start = self.model.steps_trained
+        self._begin_epoch()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Write the epoch's line."""
-        self._end_pass()
+        self._end_training()
         self._summarize(self._title, time.monotonic() - self._epoch_began, logs)
 
     def on_train_batch_end(self, step: int, logs: Logs | None = None) -> None:
@@ -90,8 +102,12 @@ class ProgBarLogger(Callback):
 
     def on_eval_begin(self, logs: Logs | None = None) -> None:
         """Begin a bar."""
-        title = f"{self._title} evaluate" if self._training else "Evaluate"
-        self._begin_pass(title, self._steps(logs))
+        if not self._training:
+            self._begin_pass("Evaluate", self._extent())
+            return
+        self._end_training()
+        extent = _Extent((logs or {}).get("steps"), self.params.get("eval_global_batch"))
+        self._begin_pass(f"{self._title} evaluate", extent, _EVALUATION_LINES)
 
     def on_eval_batch_end(self, step: int, logs: Logs | None = None) -> None:
         """Show the running values."""
@@ -99,13 +115,14 @@ class ProgBarLogger(Callback):
 
     def on_eval_end(self, logs: Logs | None = None) -> None:
         """Write the evaluation's line, unless the epoch's will hold its values."""
-        seconds = self._end_pass()
-        if not self._training:
-            self._summarize("Evaluate", seconds, logs)
+        if self._training:
+            self._end_pass()
+        else:
+            self._end_single("Evaluate", logs)
 
     def on_predict_begin(self, logs: Logs | None = None) -> None:
         """Begin a bar."""
-        self._begin_pass("Predict", self._steps(logs))
+        self._begin_pass("Predict", self._extent())
 
     def on_predict_batch_end(self, step: int, logs: Logs | None = None) -> None:
         """Show how far it is."""
@@ -113,100 +130,173 @@ class ProgBarLogger(Callback):
 
     def on_predict_end(self, logs: Logs | None = None) -> None:
         """Write the prediction's line."""
-        self._summarize("Predict", self._end_pass(), logs)
+        self._end_single("Predict", logs)
 
     def on_exception(self, exc: BaseException) -> None:
         """Take the bar away, so that the traceback stands alone."""
         self._training = False
         self._end_pass()
 
-    def _steps(self, logs: Logs | None) -> int | None:
-        steps: int | None = (logs or {}).get("steps", None if self._training else self.params.get("steps"))
-        return steps
+    def state_dict(self) -> dict[str, Any]:
+        """Where the fit and its epoch began."""
+        return {"fit_start": self._fit_start, "epoch_start": self._epoch_start}
 
-    def _begin_pass(self, title: str, steps: int | None) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._fit_start = state["fit_start"]
+        if self._pass is not None:
+            # Within an epoch, whose bar has begun as if it were at its beginning.
+            self._epoch_start = state["epoch_start"]
+            self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        trained = self.model.steps_trained
+        before = trained - self._epoch_start
+        steps, num_iters = self.params.get("steps"), self.params.get("num_iters")
+        if num_iters is not None:
+            allowed = before + max(0, num_iters - (trained - self._fit_start))
+            steps = allowed if steps is None else min(steps, allowed)
+        self._begin_pass(self._title, self._extent()._replace(steps=steps, before=before))
+
+    def _end_training(self) -> None:
+        """The training of the epoch is over, if it was not before."""
+        ended = self._end_pass()
+        if ended is not None:
+            ended.done = self.model.steps_trained - self._epoch_start
+            self._speed = ended.speed()
+
+    def _extent(self) -> _Extent:
+        return _Extent(self.params.get("steps"), self.params.get("global_batch"), self.params.get("samples"))
+
+    def _begin_pass(self, title: str, extent: _Extent, lines: int = _LINES) -> None:
         self._end_pass()
         if not self._shows:
             return
         if self.verbose == 2:
-            self._pass = _Lines(title, steps, self.log_freq, 0.0)
+            self._pass = _Lines(title, extent, self.log_freq, 0.0)
         elif _has_screen():
-            self._pass = _Bar(title, steps)
+            self._pass = _Bar(title, extent)
         else:
-            self._pass = _Lines(title, steps, _line_step(steps, self.log_freq), _LINE_SECONDS)
+            self._pass = _Lines(title, extent, _line_step(extent.steps, self.log_freq, lines), _LINE_SECONDS)
 
     def _show(self, step: int, logs: Logs | None) -> None:
         if self._pass is not None:
-            self._pass.show(step + 1, logs or {})
+            self._pass.done = step + 1
+            self._pass.show(logs or {})
 
-    def _end_pass(self) -> float:
-        if self._pass is None:
-            return 0.0
+    def _end_pass(self) -> _Pass | None:
         ended, self._pass = self._pass, None
-        ended.close()
-        return time.monotonic() - ended.began
+        if ended is not None:
+            ended.close()
+        return ended
+
+    def _end_single(self, title: str, logs: Logs | None) -> None:
+        """The end of evaluate or predict."""
+        ended = self._end_pass()
+        if ended is not None:
+            if ended.extent.samples is not None:
+                ended.done = ended.extent.steps or 0
+            self._speed = ended.speed()
+            self._summarize(title, time.monotonic() - ended.began, logs)
 
     def _summarize(self, title: str, seconds: float, logs: Logs | None) -> None:
         if self._shows:
-            say(" - ".join([title, f"{seconds:.1f}s", *_parts(logs or {})]))
+            speed, self._speed = self._speed, None
+            say(" - ".join([title, f"{seconds:.1f}s", *_parts(logs or {}), *([speed] if speed else [])]))
+
+
+class _Extent(NamedTuple):
+    """How much a pass has to do, as far as it is known."""
+
+    steps: int | None
+    batch: int | None
+    """Samples of a step over all ranks, the last one aside."""
+    samples: int | None = None
+    """Of the whole pass."""
+    before: int = 0
+    """Steps that an earlier process has done."""
+
+    def speed(self, done: int, seconds: float) -> str | None:
+        """The speed of the steps that were done here; None where it cannot be told."""
+        steps = done - self.before
+        if steps <= 0 or seconds <= 0:
+            return None
+        if self.batch is None:
+            return f"{seconds / steps * 1000:.1f} ms/step"
+        samples = steps * self.batch
+        if self.samples is not None:
+            samples = min(samples, self.samples - self.before * self.batch)
+        rate = samples / seconds
+        return f"{rate:.0f} samples/s" if rate >= 100 else f"{rate:.3g} samples/s"
 
 
 class _Pass:
-    """One pass over data as it is shown."""
+    """One pass over data as it is shown; `done` are its steps that are known to be done."""
 
-    def __init__(self, title: str, steps: int | None) -> None:
-        self.title, self.steps = title, steps
+    def __init__(self, title: str, extent: _Extent) -> None:
+        self.title, self.extent = title, extent
+        self.done = extent.before
         self.began = self.shown = time.monotonic()
 
-    def show(self, done: int, logs: Logs) -> None:
-        """Show that so many steps are done."""
+    def show(self, logs: Logs) -> None:
+        """Show how far it is."""
         raise NotImplementedError
 
     def close(self) -> None:
         """Take away what does not stay."""
 
+    def speed(self) -> str | None:
+        """That of the pass so far."""
+        return self.extent.speed(self.done, time.monotonic() - self.began)
+
 
 class _Lines(_Pass):
-    def __init__(self, title: str, steps: int | None, every: int, seconds: float) -> None:
-        super().__init__(title, steps)
+    def __init__(self, title: str, extent: _Extent, every: int, seconds: float) -> None:
+        super().__init__(title, extent)
         self._every, self._seconds = every, seconds
 
-    def show(self, done: int, logs: Logs) -> None:
+    def show(self, logs: Logs) -> None:
         now = time.monotonic()
-        if done % self._every or now - self.shown < self._seconds:
+        if self.done % self._every or now - self.shown < self._seconds:
             return
         self.shown = now
-        if self.steps is None and self._seconds:
+        steps = self.extent.steps
+        if steps is None and self._seconds:
             # Of unknown length: ever rarer, so that a long pass writes few lines too.
-            self._every *= 2
-        of = f"/{self.steps}" if self.steps is not None else ""
-        pace = f"{(now - self.began) / done * 1000:.1f} ms/step"
-        say(" - ".join([f"{self.title} step {done}{of}", *_parts(logs), pace]))
+            self._every *= _RARER
+        of = f"/{steps}" if steps is not None else ""
+        told = [f"{self.title} step {self.done}{of}", *_parts(logs)]
+        speed = self.speed()
+        if speed is not None:
+            told.append(speed)
+            if steps is not None:
+                left = (steps - self.done) / (self.done - self.extent.before) * (now - self.began)
+                told.append(f"{_clock(left)} left")
+        say(" - ".join(told))
 
 
 class _Bar(_Pass):
-    def __init__(self, title: str, steps: int | None) -> None:
-        super().__init__(title, steps)
+    def __init__(self, title: str, extent: _Extent) -> None:
+        super().__init__(title, extent)
         # Refreshed whenever it is told of steps: how often that is is decided here, where the values are read.
-        self._bar = _bar_class()(
-            total=steps,
+        self._bar = _bar_class(extent)(
+            total=extent.steps,
+            initial=extent.before,
             desc=title,
-            unit="step",
             leave=False,
-            bar_format=_BAR_FORMAT if steps else None,
             mininterval=0,
             miniters=1,
             file=sys.stderr,
             **_bar_size(),
         )
 
-    def show(self, done: int, logs: Logs) -> None:
+    def show(self, logs: Logs) -> None:
         now = time.monotonic()
-        if now - self.shown < _BAR_SECONDS and done != self.steps:
+        if now - self.shown < _BAR_SECONDS and self.done != self.extent.steps:
             return
         self.shown = now
         self._bar.set_postfix_str(", ".join(_parts(logs)), refresh=False)
-        self._bar.update(done - self._bar.n)
+        self._bar.update(self.done - self._bar.n)
 
     def close(self) -> None:
         self._bar.close()
@@ -216,11 +306,17 @@ def _parts(logs: Logs) -> list[str]:
     return [f"{name} {number(float(value), name)}" for name, value in logs.items()]
 
 
-def _line_step(steps: int | None, log_freq: int) -> int:
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _line_step(steps: int | None, log_freq: int, lines: int) -> int:
     if steps is None:
         return log_freq
-    tenth = -(-steps // _LINES)
-    return -(-tenth // log_freq) * log_freq
+    part = -(-steps // lines)
+    return -(-part // log_freq) * log_freq
 
 
 def _in_notebook() -> bool:
@@ -240,10 +336,46 @@ def _bar_size() -> dict[str, Any]:
     return {"dynamic_ncols": True} if columns and rows else {"ncols": 80, "nrows": 24}
 
 
-def _bar_class() -> Any:
-    if _in_notebook() and importlib.util.find_spec("ipywidgets") is not None:
+def _bar_class(extent: _Extent) -> Any:
+    widget = _in_notebook() and importlib.util.find_spec("ipywidgets") is not None
+    if widget:
         from tqdm.notebook import tqdm
     else:
         from tqdm import tqdm
-    # Without tqdm's watching thread: data workers that are forked beside a thread may hang.
-    return type("Bar", (tqdm,), {"monitor_interval": 0})
+
+    class Bar(tqdm):  # type: ignore[misc, valid-type, unused-ignore]
+        # Without tqdm's watching thread: data workers that are forked beside a thread may hang.
+        monitor_interval = 0
+
+        @property
+        def format_dict(self) -> dict[str, Any]:
+            values: dict[str, Any] = super().format_dict
+            return values | {"bar_format": _bar_format(values, extent, widget)}
+
+    return Bar
+
+
+def _bar_format(values: dict[str, Any], extent: _Extent, widget: bool) -> str:
+    """What tqdm is to fill in: as much as there is room for, the values before the rest."""
+    # tqdm's rate is that of late; the first time it has none.
+    rate = values["rate"]
+    speed = _Extent(1, extent.batch).speed(1, 1 / rate) if rate else extent.speed(values["n"], values["elapsed"])
+    told = _told(speed, values["postfix"])
+    if extent.steps is None:
+        return "{desc}: {n_fmt} steps [{elapsed}" + told + "]"
+    percentage, room = "{percentage:3.0f}%", _WIDEST
+    if values["ncols"]:
+        fixed = f"{values['prefix']}: 100%|| {extent.steps}/{extent.steps} [00:00<00:00{told}]"
+        room = values["ncols"] - len(fixed)
+        if _NARROWEST - len("100%") <= room < _NARROWEST:
+            percentage, room = "", room + len("100%")
+        elif room < _NARROWEST:
+            told = _told(None, values["postfix"])
+            room = values["ncols"] - len(fixed) + len(f", {speed}")
+    # A widget's bar is no text.
+    bar = "{bar}" if widget else "{bar:" + str(max(_NARROWEST, min(_WIDEST, room))) + "}"
+    return "{desc}: " + percentage + "|" + bar + "| {n_fmt}/{total_fmt} [{elapsed}<{remaining}" + told + "]"
+
+
+def _told(speed: str | None, values: str | None) -> str:
+    return "".join(f", {text}" for text in (speed, values) if text).replace("{", "{{").replace("}", "}}")

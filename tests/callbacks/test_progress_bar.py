@@ -50,15 +50,17 @@ def run_steps(callbacks, kind, steps, clock, seconds):
             callbacks.call(f"on_{kind}_batch_end", step, logs={"loss": Value(), "acc": Value()})
 
 
-def run_fit(bar, clock, *, steps=100, known=True, epochs=1, seconds=0.01, eval_steps=0):
-    callbacks = CallbackList([bar], FakeModel(), {"steps": steps if known else None, "last_epoch": epochs})
+def run_fit(bar, clock, *, steps=100, known=True, epochs=1, seconds=0.01, eval_steps=0, **params):
+    params = {"steps": steps if known else None, "last_epoch": epochs, **params}
+    callbacks = CallbackList([bar], FakeModel(), params)
     callbacks.call("on_train_begin")
     for epoch in range(epochs):
         callbacks.call("on_epoch_begin", epoch)
         run_steps(callbacks, "train", steps, clock, seconds)
+        bar.model.steps_trained += steps
         logs = {"loss": 0.25, "acc": 0.5, "lr": 0.001}
         if eval_steps:
-            callbacks.call("on_eval_begin", logs={"steps": eval_steps})
+            callbacks.call("on_eval_begin", logs={"steps": eval_steps if known else None})
             run_steps(callbacks, "eval", eval_steps, clock, seconds)
             callbacks.call("on_eval_end", logs={"loss": 0.75, "acc": 0.125})
             logs |= {"val_loss": 0.75, "val_acc": 0.125}
@@ -73,18 +75,19 @@ def run_fit(bar, clock, *, steps=100, known=True, epochs=1, seconds=0.01, eval_s
 def test_each_epoch_ends_with_one_line_of_all_its_values(clock, capsys):
     run_fit(ProgBarLogger(), clock, epochs=2, eval_steps=50)
     out, err = capsys.readouterr()
-    values = "1.5s - loss 0.2500 - acc 0.5000 - lr 0.001 - val_loss 0.7500 - val_acc 0.1250"
+    values = "1.5s - loss 0.2500 - acc 0.5000 - lr 0.001 - val_loss 0.7500 - val_acc 0.1250 - 10.0 ms/step"
     assert out == f"Epoch 1/2 - {values}\nEpoch 2/2 - {values}\n"
     assert err == ""
     assert Value.reads == 0
 
 
 @pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("steps", [1000, 5000])
-def test_a_file_gets_few_lines_however_long_an_epoch_takes(clock, capsys, steps, known):
-    run_fit(ProgBarLogger(), clock, steps=steps, known=known, seconds=1.0)
+@pytest.mark.parametrize(("steps", "eval_steps"), [(1000, 0), (5000, 0), (1000, 1000), (100_000, 10_000)])
+def test_a_file_gets_few_lines_however_long_an_epoch_takes(clock, capsys, steps, eval_steps, known):
+    run_fit(ProgBarLogger(), clock, steps=steps, eval_steps=eval_steps, known=known, seconds=1.0)
     lines = capsys.readouterr().out.splitlines()
-    assert 5 <= len(lines) < 20
+    assert 5 <= len(lines) <= 20
+    assert sum("evaluate" in line for line in lines) >= (3 if eval_steps else 0)
     assert lines[-1].startswith("Epoch 1/1 - ")
     assert Value.reads == 2 * (len(lines) - 1)
 
@@ -92,7 +95,62 @@ def test_a_file_gets_few_lines_however_long_an_epoch_takes(clock, capsys, steps,
 def test_plain_lines_say_how_far_and_how_fast(clock, capsys):
     run_fit(ProgBarLogger(), clock, steps=1000, seconds=0.1)
     first = capsys.readouterr().out.splitlines()[0]
-    assert first == "Epoch 1/1 step 100/1000 - loss 0.5000 - acc 0.5000 - 100.0 ms/step"
+    assert first == "Epoch 1/1 step 100/1000 - loss 0.5000 - acc 0.5000 - 100.0 ms/step - 1:30 left"
+    run_fit(ProgBarLogger(), clock, steps=1000, seconds=8.0, global_batch=64, samples=63_970)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Epoch 1/1 step 100/1000 - loss 0.5000 - acc 0.5000 - 8 samples/s - 2:00:00 left"
+    assert lines[9] == "Epoch 1/1 step 1000/1000 - loss 0.5000 - acc 0.5000 - 8 samples/s - 0:00 left"
+    run_fit(ProgBarLogger(), clock, steps=1000, seconds=0.1, known=False, global_batch=64)
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == "Epoch 1/1 step 50 - loss 0.5000 - acc 0.5000 - 640 samples/s"
+
+
+def test_the_epoch_s_line_tells_the_speed_of_its_training_alone(clock, capsys):
+    bar = ProgBarLogger()
+    # 313 steps of 32, the last of 16: 10,000 samples in 3.13 s. The evaluation takes ten times as long a step.
+    callbacks = CallbackList([bar], FakeModel(), {"steps": 313, "samples": 10_000, "global_batch": 32})
+    callbacks.call("on_train_begin")
+    callbacks.call("on_epoch_begin", 0)
+    run_steps(callbacks, "train", 313, clock, 0.01)
+    bar.model.steps_trained += 313
+    callbacks.call("on_eval_begin", logs={"steps": 7})
+    run_steps(callbacks, "eval", 7, clock, 0.1)
+    callbacks.call("on_eval_end", logs={"loss": 0.75})
+    callbacks.call("on_epoch_end", 0, logs={"loss": 0.25})
+    assert capsys.readouterr().out == "Epoch 1 - 3.8s - loss 0.2500 - 3195 samples/s\n"
+
+
+def test_an_epoch_without_a_step_has_no_speed(clock, capsys):
+    run_fit(ProgBarLogger(), clock, steps=0, global_batch=32)
+    assert capsys.readouterr().out == "Epoch 1/1 - 0.0s - loss 0.2500 - acc 0.5000 - lr 0.001\n"
+
+
+def test_a_resumed_epoch_counts_what_was_done_before_and_not_for_its_speed(clock, capsys):
+    ended = ProgBarLogger()
+    CallbackList([ended], FakeModel(), {"steps": 1000})
+    ended.on_train_begin()
+    ended.model.steps_trained = 2000
+    ended.on_epoch_begin(2)
+    state = ended.state_dict()
+    bar = ProgBarLogger(log_freq=50, verbose=2)
+    model = FakeModel()
+    model.steps_trained = 2900
+    params = {"steps": 1000, "samples": 10_000, "global_batch": 10, "num_iters": 2950}
+    callbacks = CallbackList([bar], model, params)
+    callbacks.call("on_train_begin")
+    bar.load_state_dict(state)
+    callbacks.call("on_epoch_begin", 2)
+    bar.load_state_dict(state)
+    for step in range(900, 950):
+        clock.now += 1.0
+        if callbacks.wants_batch_logs("train", step):
+            callbacks.call("on_train_batch_end", step, logs={"loss": Value()})
+    model.steps_trained += 50
+    callbacks.call("on_epoch_end", 2, logs={"loss": 0.25})
+    assert capsys.readouterr().out.splitlines() == [
+        "Epoch 3 step 950/950 - loss 0.5000 - 10 samples/s - 0:00 left",
+        "Epoch 3 - 50.0s - loss 0.2500 - 10 samples/s",
+    ]
 
 
 def test_plain_lines_of_one_pass_are_seconds_apart(clock, capsys):
@@ -146,11 +204,11 @@ def test_evaluate_and_predict_alone_end_with_their_own_line(clock, capsys):
     run_steps(callbacks, "predict", 30, clock, 0.1)
     callbacks.call("on_predict_end")
     assert capsys.readouterr().out.splitlines() == [
-        "Evaluate step 10/30 - loss 0.5000 - acc 0.5000 - 500.0 ms/step",
-        "Evaluate step 20/30 - loss 0.5000 - acc 0.5000 - 500.0 ms/step",
-        "Evaluate step 30/30 - loss 0.5000 - acc 0.5000 - 500.0 ms/step",
-        "Evaluate - 15.0s - loss 0.7500 - acc 0.1250",
-        "Predict - 3.0s",
+        "Evaluate step 10/30 - loss 0.5000 - acc 0.5000 - 500.0 ms/step - 0:10 left",
+        "Evaluate step 20/30 - loss 0.5000 - acc 0.5000 - 500.0 ms/step - 0:05 left",
+        "Evaluate step 30/30 - loss 0.5000 - acc 0.5000 - 500.0 ms/step - 0:00 left",
+        "Evaluate - 15.0s - loss 0.7500 - acc 0.1250 - 500.0 ms/step",
+        "Predict - 3.0s - 100.0 ms/step",
     ]
 
 
@@ -183,7 +241,7 @@ def test_the_bar_reads_values_at_most_every_tenth_of_a_second(clock, screen, cap
 
 def test_a_bar_of_unknown_length(clock, capsys, screen):
     run_fit(ProgBarLogger(), clock, steps=40, known=False, seconds=1.0)
-    assert "40step" in capsys.readouterr().err
+    assert "40 steps" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", [None, (0, 0), (24, 100)], ids=["no size", "zero", "100 columns"])
@@ -208,6 +266,27 @@ def test_the_bar_is_seen_on_a_terminal_of_any_size(clock, monkeypatch, size):
             shown += os.read(master, 4096).decode(errors="replace")
     os.close(master)
     assert "Epoch 1/1: 100%" in shown and "40/40" in shown and "loss 0.5000, acc" in shown
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 140, None])
+@pytest.mark.parametrize("title", ["Epoch 1/5", "Epoch 12/20 evaluate"])
+def test_what_the_bar_tells_fits_beside_it(columns, title, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "_bar_size", lambda: {"ncols": columns})
+    bar = progress._Bar(title, progress._Extent(313, 32))
+    bar.done = 200
+    for times, name in ((bar, "shown"), (bar._bar, "start_t"), (bar._bar, "last_print_t")):
+        setattr(times, name, getattr(times, name) - 2.0)
+    bar.show({"loss": 0.5198, "acc": 0.8095})
+    capsys.readouterr()
+    shown = str(bar._bar)
+    bar.close()
+    assert columns is None or len(shown) <= columns
+    if columns == 60:
+        return  # less than the values take
+    assert shown.startswith(f"{title}: ") and " 200/313 [00:" in shown and shown.endswith(", loss 0.5198, acc 0.8095]")
+    assert ("samples/s" in shown) == (columns != 80 or "evaluate" not in title)
+    assert ("64%" in shown) == ("samples/s" not in shown or columns != 80)
+    assert "\u2588" in shown
 
 
 def test_bars_start_no_thread(clock, capsys, screen, monkeypatch):
@@ -245,11 +324,12 @@ def test_a_notebook_with_widgets_gets_a_widget(monkeypatch):
     import tqdm
     import tqdm.notebook
 
-    assert issubclass(progress._bar_class(), tqdm.std.tqdm)
-    assert not issubclass(progress._bar_class(), tqdm.notebook.tqdm)
+    extent = progress._Extent(10, 32)
+    assert issubclass(progress._bar_class(extent), tqdm.std.tqdm)
+    assert not issubclass(progress._bar_class(extent), tqdm.notebook.tqdm)
     monkeypatch.setitem(sys.modules, "ipykernel", object())
     monkeypatch.setattr(progress.importlib.util, "find_spec", lambda name: object())
-    assert issubclass(progress._bar_class(), tqdm.notebook.tqdm)
+    assert issubclass(progress._bar_class(extent), tqdm.notebook.tqdm)
 
 
 def test_tqdm_is_imported_when_a_bar_is_shown():
