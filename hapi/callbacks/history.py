@@ -10,6 +10,9 @@ from typing import Any
 from hapi.callbacks.base import FIRST, Callback, Logs
 from hapi.callbacks.terminal import number
 
+# Panels beside each other in a plot.
+_COLUMNS = 4
+
 
 class History(Callback):
     """The values of each epoch.
@@ -44,7 +47,7 @@ class History(Callback):
             values.append(float(logs.get(name, math.nan)))
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> None:
-        """Draw each value over the epochs, training and evaluation together. Needs matplotlib.
+        """Draw each value over the epochs, a panel each, training and evaluation together. Needs matplotlib.
 
         Args:
             path: The image file to write, its format told by the ending. None: show it on the screen or in
@@ -65,7 +68,7 @@ class History(Callback):
             ) from error
         names = self._panels()
         if path is not None:
-            figure = Figure(figsize=(4 * len(names), 3), layout="constrained")
+            figure = Figure(layout="constrained")
             self._draw(figure, names)
             figure.savefig(path)
             return
@@ -76,7 +79,7 @@ class History(Callback):
             )
         from matplotlib import pyplot
 
-        self._draw(pyplot.figure(figsize=(4 * len(names), 3), layout="constrained"), names)
+        self._draw(pyplot.figure(layout="constrained"), names)
         pyplot.show()
 
     def state_dict(self) -> dict[str, Any]:
@@ -96,12 +99,25 @@ class History(Callback):
         return [name for name in self.history if not name.startswith("val_") or name[4:] not in self.history]
 
     def _draw(self, figure: Any, names: list[str]) -> None:
-        for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-            for key in (name, f"val_{name}"):
-                if key in self.history:
-                    axes.plot(self.epoch, self.history[key], marker=".", label=key)
+        from matplotlib.ticker import MaxNLocator
+
+        columns = min(_COLUMNS, len(names))
+        rows = -(-len(names) // columns)
+        figure.set_size_inches(4 * columns, 3 * rows)
+        for place, name in enumerate(names, 1):
+            axes = figure.add_subplot(rows, columns, place)
+            curves = [key for key in (name, f"val_{name}") if key in self.history]
+            for key in curves:
+                # Over epochs without a value the line goes on to the next one.
+                points = [(e, v) for e, v in zip(self.epoch, self.history[key], strict=True) if not math.isnan(v)]
+                label = key if len(curves) == 1 else "validation" if key != name else "training"
+                axes.plot([e for e, _ in points], [v for _, v in points], marker=".", label=label)
             axes.set_xlabel("epoch")
-            axes.legend()
+            axes.set_ylabel(name)
+            axes.grid(alpha=0.3)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+            if len(curves) > 1:
+                axes.legend()
 
 
 def _span(values: list[float]) -> str:

@@ -66,9 +66,35 @@ def test_plot_draws_training_and_evaluation_together(trained):
     figure = figure_module.Figure()
     trained._draw(figure, trained._panels())
     drawn = [[line.get_label() for line in axes.lines] for axes in figure.axes]
-    assert drawn == [["loss", "val_loss"], ["lr"], ["val_only"]]
+    assert drawn == [["training", "validation"], ["lr"], ["val_only"]]
+    assert [(axes.get_xlabel(), axes.get_ylabel()) for axes in figure.axes] == [
+        ("epoch", name) for name in ("loss", "lr", "val_only")
+    ]
+    assert [axes.get_legend() is not None for axes in figure.axes] == [True, False, False]
     assert list(figure.axes[0].lines[0].get_xdata()) == [1, 2]
     assert list(figure.axes[0].lines[1].get_ydata()) == [4.0, 3.0]
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 3, 40])
+def test_plot_counts_epochs_in_whole_numbers(epochs):
+    figure_module = pytest.importorskip("matplotlib.figure")
+    history = History()
+    fit([history], [{"loss": 1.0 / (epoch + 1)} for epoch in range(epochs)])
+    figure = figure_module.Figure()
+    history._draw(figure, ["loss"])
+    ticks = list(figure.axes[0].get_xticks())
+    assert ticks == [int(tick) for tick in ticks] and any(1 <= tick <= epochs for tick in ticks)
+
+
+def test_plot_joins_what_was_not_evaluated_each_epoch_and_wraps_many_panels(tmp_path):
+    figure_module = pytest.importorskip("matplotlib.figure")
+    history = History()
+    rows = [{f"metric{i}": float(i) for i in range(9)} | ({"val_metric0": 1.0} if e % 2 else {}) for e in range(5)]
+    fit([history], rows)
+    figure = figure_module.Figure(layout="constrained")
+    history._draw(figure, history._panels())
+    assert list(figure.axes[0].lines[1].get_xdata()) == [2, 4]
+    assert len(figure.axes) == 9 and figure.get_size_inches().tolist() == [16, 9]
 
 
 def test_plot_shows_on_a_screen(trained, monkeypatch):
