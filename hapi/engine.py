@@ -75,6 +75,11 @@ class Engine:
             self._stepper = Stepper(self.network, self.prepared, *self._steps, device)
         return self._stepper
 
+    @property
+    def learning_rate(self) -> float:
+        """That of the last training step."""
+        return 0.0 if self._stepper is None else self._stepper.learning_rate
+
     def split(self, batch: Any, needs_labels: bool = True) -> tuple[Inputs, Any]:
         """A batch on the device into inputs and labels; see `Splitter`."""
         inputs, labels = self.splitter(batch, needs_labels)

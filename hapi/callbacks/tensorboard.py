@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +16,58 @@ from hapi.distributed import get_rank
 class TensorBoard(Callback):
     """Writes scalars on rank 0: ``epoch/...`` after each epoch, ``batch/...`` every so many training steps.
 
-    Both are drawn over the steps trained. ``batch/...`` are rank 0's running values within the epoch, ``epoch/...``
-    those of all ranks. A resumed fit goes on in the same folder: what the ended run wrote after the checkpoint is
-    hidden. Needs the extra ``tensorboard``; show the folder with ``tensorboard --logdir``.
+    Both are drawn over the steps trained, the learning rate among them. ``batch/...`` are rank 0's running values
+    within the epoch, ``epoch/...`` those of all ranks. A resumed fit goes on in the same folder: what the ended run
+    wrote after the checkpoint is hidden, and so is what an earlier run has written there where a fit starts anew. Runs
+    that are to be compared get a folder each. Needs the extra ``tensorboard``; show it with ``tensorboard --logdir``.
 
     Args:
         log_dir: The folder of this run; it is made when the first values are there.
         log_freq: Steps from one ``batch/...`` to the next. None: fit's.
+        graph: Write the network's graph, as a trace of a copy finds it.
+        hparams: Hyper-parameters for the table of runs, besides those that fit knows (batch size, optimizer, ...):
+            ``{"width": 128}``. None: no table.
+        images: Images with their labels, as a data set or as two tensors: the first of them are drawn once, and
+            after each epoch the first that the network takes for something else. All of them are predicted for that:
+            pass a part of a large data set.
+        image_count: How many are drawn at most.
+        classes: The names of the classes. None: ``images.classes`` where it has them.
 
     Raises:
         ImportError: tensorboard is not installed.
-        ValueError: ``log_freq`` is below 1.
+        ValueError: ``log_freq`` or ``image_count`` is below 1.
+        TypeError: ``hparams`` or ``images`` cannot be shown.
     """
 
-    def __init__(self, log_dir: str | os.PathLike[str] = "tensorboard", log_freq: int | None = None) -> None:
-        # Known before the first epoch, and on every rank.
-        if importlib.util.find_spec("tensorboard") is None:
-            raise ImportError(
-                "TensorBoard needs the package tensorboard, which is not installed, to write its files. "
-                'Run `pip install "torch-hapi[tensorboard]"`, or use CSVLogger.'
-            )
-        if log_freq is not None and (isinstance(log_freq, bool) or not isinstance(log_freq, int) or log_freq < 1):
-            raise ValueError(
-                f"TensorBoard received log_freq={log_freq!r}: it counts steps from 1. Write log_freq=10, or leave it "
-                "out to take fit's."
-            )
-        self.log_dir, self.log_freq = Path(log_dir), log_freq
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str] = "tensorboard",
+        log_freq: int | None = None,
+        *,
+        graph: bool = False,
+        hparams: Mapping[str, Any] | None = None,
+        images: Any = None,
+        image_count: int = 16,
+        classes: Sequence[str] | None = None,
+    ) -> None:
+        _check(log_freq, image_count)
+        self.log_dir, self.log_freq, self.graph, self.image_count = Path(log_dir), log_freq, graph, image_count
+        self.hparams = None
+        if hparams is not None:
+            from hapi.callbacks import settings
+
+            self.hparams = settings.checked("TensorBoard", "hparams", hparams)
+        self._images: Any = None
+        if images is not None:
+            from hapi.callbacks import pictures
+
+            self._images, self._image_data = pictures.Labelled("TensorBoard", images, classes), images
+            # They are predicted by all ranks together.
+            self._on_all_ranks = True
         self._writer: Any = None
         self._steps_before = 0
-        self._resumed_at: int | None = None
+        self._begun_at = 0
+        self._introduced = False
 
     def set_params(self, params: Mapping[str, Any]) -> None:
         """Take fit's ``log_freq`` where there is none of its own."""
@@ -54,7 +77,8 @@ class TensorBoard(Callback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Start anew; nothing is touched before there are values."""
         self._close()
-        self._resumed_at = None
+        self._begun_at = self.model.steps_trained
+        self._introduced = False
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Note where the epoch starts."""
@@ -62,15 +86,30 @@ class TensorBoard(Callback):
 
     def on_train_batch_end(self, step: int, logs: Logs | None = None) -> None:
         """Write the running values."""
-        self._write("batch", logs, self._steps_before + step + 1)
+        if get_rank() == 0:
+            values = {**(logs or {}), "lr": self.model._engine.learning_rate}
+            self._write("batch", values, self._steps_before + step + 1)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Write the epoch's values, and see that they are on the disk."""
-        self._write("epoch", logs, self.model.steps_trained)
+        outputs = None
+        if self._images is not None:
+            batch_size = self.params.get("batch_size") or 32
+            outputs = self.model.predict(self._image_data, batch_size=batch_size, verbose=0)
+        if get_rank() != 0:
+            return
+        step = self.model.steps_trained
+        self._write("epoch", logs, step)
+        if outputs is not None:
+            self._draw("wrong", self._images.wrong(outputs, self.image_count), step)
         self._flush()
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Close the file."""
+        if self._writer is not None and self.hparams is not None:
+            from hapi.callbacks import board
+
+            board.end_hparams(self._writer)
         self._close()
 
     def on_exception(self, exc: BaseException) -> None:
@@ -80,23 +119,41 @@ class TensorBoard(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Where the epoch has started. What was written up to this checkpoint is on the disk."""
         self._flush()
-        return {"steps_before": self._steps_before}
+        return {"steps_before": self._steps_before, "introduced": self._introduced}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         self._steps_before = state["steps_before"]
-        self._resumed_at = self.model.steps_trained
+        self._introduced = state.get("introduced", False)
 
     def _write(self, group: str, logs: Logs | None, step: int) -> None:
-        if get_rank() != 0:
-            return
         if self._writer is None:
             # Only here: it takes a second to import.
             summary_writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
-            hidden_from = None if self._resumed_at is None else self._resumed_at + 1
-            self._writer = summary_writer(str(self.log_dir), purge_step=hidden_from)
+            self._writer = summary_writer(str(self.log_dir), purge_step=self._begun_at + 1)
+        if not self._introduced:
+            self._introduced = True
+            self._introduce(step)
         for name, value in (logs or {}).items():
             self._writer.add_scalar(f"{group}/{name}", float(value), step)
+
+    def _introduce(self, step: int) -> None:
+        """What is written once in a run."""
+        from hapi.callbacks import board, settings
+
+        if self.graph:
+            board.add_graph(self._writer, self.model)
+        if self.hparams is not None:
+            chosen = settings.known(self.model, self.params) | self.hparams
+            board.begin_hparams(self._writer, chosen, [f"epoch/{name}" for name in self.params["metrics"]])
+        if self._images is not None:
+            self._draw("samples", self._images.samples(self.image_count), step)
+
+    def _draw(self, name: str, captioned: Any, step: int) -> None:
+        from hapi.callbacks import pictures
+
+        if captioned:
+            self._writer.add_image(f"images/{name}", pictures.draw(captioned), step)
 
     def _flush(self) -> None:
         if self._writer is not None:
@@ -106,3 +163,25 @@ class TensorBoard(Callback):
         if self._writer is not None:
             self._writer.close()
         self._writer = None
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _check(log_freq: Any, image_count: Any) -> None:
+    # Known before the first epoch, and on every rank.
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ImportError(
+            "TensorBoard needs the package tensorboard, which is not installed, to write its files. "
+            'Run `pip install "torch-hapi[tensorboard]"`, or use CSVLogger.'
+        )
+    if log_freq is not None and not _counts(log_freq):
+        raise ValueError(
+            f"TensorBoard received log_freq={log_freq!r}: it counts steps from 1. Write log_freq=10, or leave it "
+            "out to take fit's."
+        )
+    if not _counts(image_count):
+        raise ValueError(
+            f"TensorBoard received image_count={image_count!r}: it counts images from 1. Write image_count=16."
+        )

@@ -63,7 +63,7 @@ def test_values_of_epochs_and_steps(tmp_path: Path) -> None:
     for name, values in history.items():
         assert list(found[f"epoch/{name}"].items()) == list(zip([STEPS, 2 * STEPS], floats(values), strict=True))
     assert {"val_loss", "val_acc", "lr"} <= history.keys()
-    assert {tag for tag in found if tag.startswith("batch/")} == {"batch/loss", "batch/acc"}
+    assert {tag for tag in found if tag.startswith("batch/")} == {"batch/loss", "batch/acc", "batch/lr"}
     assert list(found["batch/loss"]) == [2, 4, 7, 9]
 
 
@@ -110,6 +110,23 @@ class StopAt(Callback):
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
         if (self.epoch, step) == self.at:
             raise RuntimeError("a fault")
+
+
+def test_a_fit_that_starts_anew_in_the_folder_of_an_earlier_run_hides_it(tmp_path: Path) -> None:
+    fit(model(), TensorBoard(tmp_path), epochs=3)
+    history = fit(model(), TensorBoard(tmp_path), epochs=1, log_freq=3)
+    found = scalars(tmp_path)
+    assert found["epoch/loss"] == {STEPS: floats(history["loss"])[0]} and list(found["batch/loss"]) == [3]
+
+
+def test_the_rate_of_each_step_that_is_written(tmp_path: Path) -> None:
+    subject = model()
+    schedule = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))  # noqa: E731
+    subject.prepare("adam", nn.CrossEntropyLoss(), scheduler=schedule, scheduler_interval="step")
+    fit(subject, TensorBoard(tmp_path), log_freq=3)
+    rates = {step: floats([1e-3 / step])[0] for step in (3, 8)}
+    assert scalars(tmp_path)["batch/lr"] == pytest.approx(rates)
+    assert scalars(tmp_path)["epoch/lr"] == pytest.approx({5: 2e-4, 10: 1e-4})
 
 
 @pytest.mark.parametrize("every_n_steps", [None, 3], ids=["between epochs", "within one"])
