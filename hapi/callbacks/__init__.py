@@ -13,8 +13,10 @@ from hapi.callbacks.progress import ProgBarLogger
 if TYPE_CHECKING:
     from hapi.callbacks.csv_logger import CSVLogger
     from hapi.callbacks.lr import LRScheduler, ReduceLROnPlateau
+    from hapi.callbacks.mlflow import MLflowCallback
     from hapi.callbacks.stopping import EarlyStopping
     from hapi.callbacks.tensorboard import TensorBoard
+    from hapi.callbacks.wandb import WandbCallback
 
 __all__ = [
     "CSVLogger",
@@ -22,10 +24,12 @@ __all__ = [
     "EarlyStopping",
     "History",
     "LRScheduler",
+    "MLflowCallback",
     "ModelCheckpoint",
     "ProgBarLogger",
     "ReduceLROnPlateau",
     "TensorBoard",
+    "WandbCallback",
 ]
 
 # Those that no fit has by itself: imported when asked for, so that `import hapi` stays light.
@@ -33,13 +37,15 @@ _ON_DEMAND = {
     "CSVLogger": "hapi.callbacks.csv_logger",
     "EarlyStopping": "hapi.callbacks.stopping",
     "LRScheduler": "hapi.callbacks.lr",
+    "MLflowCallback": "hapi.callbacks.mlflow",
     "ReduceLROnPlateau": "hapi.callbacks.lr",
     "TensorBoard": "hapi.callbacks.tensorboard",
+    "WandbCallback": "hapi.callbacks.wandb",
 }
 
 
 # Names that scripts come with from Paddle and Keras, and what takes their place.
-_ELSEWHERE = {"VisualDL": "TensorBoard", "LearningRateScheduler": "LRScheduler"}
+_ELSEWHERE = {"VisualDL": "TensorBoard", "WandbLogger": "WandbCallback", "LearningRateScheduler": "LRScheduler"}
 
 
 def __dir__() -> list[str]:

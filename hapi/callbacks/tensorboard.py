@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hapi.callbacks.base import Callback, Logs
+from hapi.callbacks import tracking
+from hapi.callbacks.base import Logs
 from hapi.distributed import get_rank
 
 
-class TensorBoard(Callback):
+class TensorBoard(tracking.Curves):
     """Writes scalars on rank 0: ``epoch/...`` after each epoch, ``batch/...`` every so many training steps.
 
     Both are drawn over the steps trained, the learning rate among them. ``batch/...`` are rank 0's running values
@@ -50,8 +50,13 @@ class TensorBoard(Callback):
         image_count: int = 16,
         classes: Sequence[str] | None = None,
     ) -> None:
-        _check(log_freq, image_count)
-        self.log_dir, self.log_freq, self.graph, self.image_count = Path(log_dir), log_freq, graph, image_count
+        super().__init__(log_freq)
+        tracking.require("TensorBoard", "tensorboard")
+        if not tracking.counts(image_count):
+            raise ValueError(
+                f"TensorBoard received image_count={image_count!r}: it counts images from 1. Write image_count=16."
+            )
+        self.log_dir, self.graph, self.image_count = Path(log_dir), graph, image_count
         self.hparams = None
         if hparams is not None:
             from hapi.callbacks import settings
@@ -65,14 +70,8 @@ class TensorBoard(Callback):
             # They are predicted by all ranks together.
             self._on_all_ranks = True
         self._writer: Any = None
-        self._steps_before = 0
         self._begun_at = 0
         self._introduced = False
-
-    def set_params(self, params: Mapping[str, Any]) -> None:
-        """Take fit's ``log_freq`` where there is none of its own."""
-        super().set_params(params)
-        self.batch_freq = self.log_freq or params.get("log_freq") or 10
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Start anew; nothing is touched before there are values."""
@@ -80,28 +79,15 @@ class TensorBoard(Callback):
         self._begun_at = self.model.steps_trained
         self._introduced = False
 
-    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Note where the epoch starts."""
-        self._steps_before = self.model.steps_trained
-
-    def on_train_batch_end(self, step: int, logs: Logs | None = None) -> None:
-        """Write the running values."""
-        if get_rank() == 0:
-            values = {**(logs or {}), "lr": self.model._engine.learning_rate}
-            self._write("batch", values, self._steps_before + step + 1)
-
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Write the epoch's values, and see that they are on the disk."""
         outputs = None
         if self._images is not None:
             batch_size = self.params.get("batch_size") or 32
             outputs = self.model.predict(self._image_data, batch_size=batch_size, verbose=0)
-        if get_rank() != 0:
-            return
-        step = self.model.steps_trained
-        self._write("epoch", logs, step)
-        if outputs is not None:
-            self._draw("wrong", self._images.wrong(outputs, self.image_count), step)
+        super().on_epoch_end(epoch, logs)
+        if outputs is not None and get_rank() == 0:
+            self._draw("wrong", self._images.wrong(outputs, self.image_count), self.model.steps_trained)
         self._flush()
 
     def on_train_end(self, logs: Logs | None = None) -> None:
@@ -119,14 +105,14 @@ class TensorBoard(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Where the epoch has started. What was written up to this checkpoint is on the disk."""
         self._flush()
-        return {"steps_before": self._steps_before, "introduced": self._introduced}
+        return super().state_dict() | {"introduced": self._introduced}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
-        self._steps_before = state["steps_before"]
+        super().load_state_dict(state)
         self._introduced = state.get("introduced", False)
 
-    def _write(self, group: str, logs: Logs | None, step: int) -> None:
+    def _write(self, group: str, values: Mapping[str, Any], step: int) -> None:
         if self._writer is None:
             # Only here: it takes a second to import.
             summary_writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
@@ -134,7 +120,7 @@ class TensorBoard(Callback):
         if not self._introduced:
             self._introduced = True
             self._introduce(step)
-        for name, value in (logs or {}).items():
+        for name, value in values.items():
             self._writer.add_scalar(f"{group}/{name}", float(value), step)
 
     def _introduce(self, step: int) -> None:
@@ -163,25 +149,3 @@ class TensorBoard(Callback):
         if self._writer is not None:
             self._writer.close()
         self._writer = None
-
-
-def _counts(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _check(log_freq: Any, image_count: Any) -> None:
-    # Known before the first epoch, and on every rank.
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ImportError(
-            "TensorBoard needs the package tensorboard, which is not installed, to write its files. "
-            'Run `pip install "torch-hapi[tensorboard]"`, or use CSVLogger.'
-        )
-    if log_freq is not None and not _counts(log_freq):
-        raise ValueError(
-            f"TensorBoard received log_freq={log_freq!r}: it counts steps from 1. Write log_freq=10, or leave it "
-            "out to take fit's."
-        )
-    if not _counts(image_count):
-        raise ValueError(
-            f"TensorBoard received image_count={image_count!r}: it counts images from 1. Write image_count=16."
-        )

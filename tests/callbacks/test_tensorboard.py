@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hapi
-from hapi.callbacks import Callback, ModelCheckpoint, TensorBoard, tensorboard
+from hapi.callbacks import Callback, ModelCheckpoint, TensorBoard, tensorboard, tracking
 
 X = torch.randn(20, 6, generator=torch.Generator().manual_seed(1))
 Y = X[:, :3].argmax(1)
@@ -142,7 +142,8 @@ def test_a_resumed_fit_hides_what_came_after_its_checkpoint(tmp_path: Path, ever
 
 
 def test_rank_1_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensorboard, "get_rank", lambda: 1)
+    for module in (tensorboard, tracking):
+        monkeypatch.setattr(module, "get_rank", lambda: 1)
     fit(model(), TensorBoard(tmp_path))
     assert list(tmp_path.iterdir()) == []
 

@@ -1,0 +1,144 @@
+"""What callbacks share that draw curves elsewhere: TensorBoard's, Weights & Biases', MLflow's."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from hapi import signals
+from hapi.callbacks.base import Callback, Logs
+from hapi.distributed import get_rank
+
+
+class Curves(Callback):
+    """Writes values on rank 0, over the steps trained: ``epoch/...`` and ``batch/...``, the learning rate among them.
+
+    A subclass overrides `_write`.
+
+    Args:
+        log_freq: Steps from one ``batch/...`` to the next. None: fit's.
+
+    Raises:
+        ValueError: ``log_freq`` is below 1.
+    """
+
+    def __init__(self, log_freq: int | None = None) -> None:
+        if log_freq is not None and not counts(log_freq):
+            raise ValueError(
+                f"{type(self).__name__} received log_freq={log_freq!r}: it counts steps from 1. Write log_freq=10, or "
+                "leave it out to take fit's."
+            )
+        self.log_freq = log_freq
+        self._steps_before = 0
+
+    def set_params(self, params: Mapping[str, Any]) -> None:
+        """Take fit's ``log_freq`` where there is none of its own."""
+        super().set_params(params)
+        self.batch_freq = self.log_freq or params.get("log_freq") or 10
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Note where the epoch starts."""
+        self._steps_before = self.model.steps_trained
+
+    def on_train_batch_end(self, step: int, logs: Logs | None = None) -> None:
+        """Write the running values."""
+        if get_rank() == 0:
+            values = {**(logs or {}), "lr": self.model._engine.learning_rate}
+            self._write("batch", values, self._steps_before + step + 1)
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Write the epoch's values."""
+        if get_rank() == 0:
+            self._write("epoch", logs or {}, self.model.steps_trained)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the epoch has started."""
+        return {"steps_before": self._steps_before}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._steps_before = state["steps_before"]
+
+    def _write(self, group: str, values: Mapping[str, Any], step: int) -> None:
+        raise NotImplementedError
+
+
+class Tracker(Curves):
+    """Curves of a run that a service knows by an id: a resumed fit goes on with the run that it had begun.
+
+    A subclass overrides `_start`, `_log` and `_end`, which are called on rank 0.
+    """
+
+    def __init__(self, log_freq: int | None = None) -> None:
+        super().__init__(log_freq)
+        self._run: Any = None
+        self._run_id: str | None = None
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Start anew; the run itself starts with the first epoch, when it is known whether it goes on."""
+        self._run = self._run_id = None
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Start the run, if it has not."""
+        super().on_epoch_begin(epoch, logs)
+        if self._run is None and get_rank() == 0:
+            self._run, self._run_id = self._start(self._run_id)
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        """The run has come to its end."""
+        self._finish("finished")
+
+    def on_exception(self, exc: BaseException) -> None:
+        """The run was stopped, or has failed."""
+        self._finish("stopped" if isinstance(exc, signals.Stopped | KeyboardInterrupt) else "failed")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the epoch has started, and the run's id."""
+        return super().state_dict() | {"run": self._run_id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with that run."""
+        super().load_state_dict(state)
+        if self._run is None:
+            self._run_id = state["run"]
+
+    def _finish(self, how: str) -> None:
+        if self._run is not None:
+            run, self._run = self._run, None
+            self._end(run, how)
+
+    def _write(self, group: str, values: Mapping[str, Any], step: int) -> None:
+        if self._run is not None:
+            self._log({f"{group}/{name}": float(value) for name, value in values.items()}, step)
+
+    def _start(self, known: str | None) -> tuple[Any, str]:
+        """Start a run, or go on with one whose id is known; what it is, and its id."""
+        raise NotImplementedError
+
+    def _log(self, values: Mapping[str, float], step: int) -> None:
+        raise NotImplementedError
+
+    def _end(self, run: Any, how: str) -> None:
+        """The end of a run: "finished", "stopped" or "failed"."""
+        raise NotImplementedError
+
+
+def require(owner: str, package: str) -> None:
+    """See that the package of an extra is there: before the first epoch, and on every rank.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+    spec = importlib.util.find_spec(package)
+    # A folder of that name, as some of them make one for their files, is no package.
+    if spec is None or spec.origin is None:
+        raise ImportError(
+            f"{owner} needs the package {package}, which is not installed, to write its files. "
+            f'Run `pip install "torch-hapi[{package}]"`, or use CSVLogger.'
+        )
+
+
+def counts(value: Any) -> bool:
+    """Whether it is a whole number from 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
