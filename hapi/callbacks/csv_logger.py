@@ -21,6 +21,9 @@ class CSVLogger(Callback):
         path: The file; its folder is made.
         append: Go on with a file that is there instead of starting a new one.
         separator: The character between two columns.
+
+    Raises:
+        ValueError: When a fit begins: the file that is to be gone on with is another table.
     """
 
     def __init__(self, path: str | os.PathLike[str], append: bool = False, separator: str = ",") -> None:
@@ -32,6 +35,7 @@ class CSVLogger(Callback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Start anew; the file is touched when the first epoch ends."""
         self._columns, self._started, self._resumed = [], False, False
+        self._look()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Write the epoch's row."""
@@ -56,6 +60,12 @@ class CSVLogger(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keep the file's rows of the epochs before."""
         self._resumed = True
+        self._look()
+
+    def _look(self) -> None:
+        """See before the first epoch that what is to be gone on with is a log."""
+        if get_rank() == 0 and (self.append or self._resumed):
+            self._read()
 
     def _rows_to_keep(self, epoch: int) -> list[dict[str, str]]:
         rows = self._read() if self.append or self._resumed else []
@@ -68,9 +78,19 @@ class CSVLogger(Callback):
         if not self.path.exists():
             return []
         with self.path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file, delimiter=self.separator)
-            rows = list(reader)
-            self._columns = list(reader.fieldnames or ())
+            lines = file.readlines()
+        if lines and not lines[-1].endswith(("\n", "\r")):
+            # A row that a full disk or a power cut has torn.
+            lines.pop()
+        reader = csv.DictReader(lines, delimiter=self.separator)
+        rows = list(reader)
+        columns = list(reader.fieldnames or ())
+        if columns and "epoch" not in columns:
+            raise ValueError(
+                f"CSVLogger was to go on with {str(self.path)!r}, whose columns are {', '.join(columns)}: there is no "
+                "epoch, so it is another table, or one with another separator. Give the log a path of its own."
+            )
+        self._columns = columns
         return rows
 
     def _write(self, rows: list[dict[str, str]], rewrite: bool) -> None:

@@ -1,8 +1,11 @@
 """CSVLogger: the file after each epoch, appended, resumed, with late columns."""
 
+import pytest
+import torch
 from callback_fakes import fit
 
-from hapi.callbacks import Callback, CSVLogger, csv_logger
+import hapi
+from hapi.callbacks import Callback, CSVLogger, ModelCheckpoint, csv_logger
 
 ROWS = [{"loss": 3.0, "acc": 0.5}, {"loss": 2.0, "acc": 0.75}]
 
@@ -74,6 +77,34 @@ def test_a_resumed_fit_replaces_the_epochs_that_it_trains_again(tmp_path):
     assert path.read_text() == "epoch,loss,acc\n1,3.0,0.5\n2,2.0,0.75\n3,9.0,0.0\n4,8.0,0.0\n"
 
 
+def test_a_row_that_was_torn_is_left_out(tmp_path):
+    path = tmp_path / "log.csv"
+    state = fit([CSVLogger(path)], ROWS).callbacks.state_dict()
+    path.write_text(path.read_text() + "1")  # of "12,...", say
+    fit([CSVLogger(path)], ROWS[:1], first_epoch=2, state=state)
+    assert path.read_text() == "epoch,loss,acc\n1,3.0,0.5\n2,2.0,0.75\n3,3.0,0.5\n"
+    path.write_text("epo")
+    fit([CSVLogger(path, append=True)], ROWS[:1])
+    assert path.read_text() == "epoch,loss,acc\n1,3.0,0.5\n"
+
+
+def test_a_resumed_fit_with_columns_that_come_later(tmp_path):
+    path = tmp_path / "log.csv"
+    state = fit([CSVLogger(path)], ROWS).callbacks.state_dict()
+    rows = [{"loss": 1.0, "acc": 1.0, "val_loss": 5.0}, {"loss": 0.5, "acc": 1.0, "extra": 7.0}]
+    fit([CSVLogger(path)], rows, first_epoch=1, state=state, metrics=["loss", "acc", "val_loss"])
+    assert path.read_text() == "epoch,loss,acc,val_loss,extra\n1,3.0,0.5,,\n2,1.0,1.0,5.0,\n3,0.5,1.0,,7.0\n"
+
+
+@pytest.mark.parametrize("text", ["name,value\na,1\n", "epoch;loss\n1;2.0\n"])
+def test_a_file_that_is_no_log_is_left_as_it_is(tmp_path, text):
+    path = tmp_path / "log.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"there is no epoch, so it is another table.*a path of its own"):
+        fit([CSVLogger(path, append=True)], ROWS)
+    assert path.read_text() == text
+
+
 def test_a_resumed_fit_whose_file_is_gone(tmp_path):
     path = tmp_path / "log.csv"
     state = fit([CSVLogger(path)], ROWS).callbacks.state_dict()
@@ -86,3 +117,34 @@ def test_rank_1_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(csv_logger, "get_rank", lambda: 1)
     fit([CSVLogger(tmp_path / "log.csv")], ROWS)
     assert list(tmp_path.iterdir()) == []
+
+
+class StopAt(Callback):
+    """Ends the run as a fault does, after so many steps."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def on_train_batch_end(self, step, logs=None):
+        if self.model.steps_trained == self.steps:
+            raise RuntimeError("a fault")
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_a_run_that_was_cut_ends_with_the_table_of_one_that_was_not(tmp_path, append):
+    x = torch.randn(20, 3, generator=torch.Generator().manual_seed(1))
+
+    def train(name, *callbacks, **options):
+        torch.manual_seed(0)
+        model = hapi.Model(torch.nn.Linear(3, 1)).prepare("adam", torch.nn.MSELoss())
+        callbacks = [CSVLogger(tmp_path / f"{name}.csv", append=append), *callbacks]
+        data = (x, x.sum(1, keepdim=True))
+        options |= {"save_dir": tmp_path / name, "callbacks": callbacks, "seed": 3, "verbose": 0}
+        model.fit(data, data, batch_size=4, epochs=4, eval_freq=2, **options)
+
+    train("straight")
+    with pytest.raises(RuntimeError, match="a fault"):
+        train("cut", StopAt(13), ModelCheckpoint(every_n_steps=4))
+    assert (tmp_path / "cut.csv").read_text().count("\n") == 3
+    train("cut", resume=True)
+    assert (tmp_path / "cut.csv").read_text() == (tmp_path / "straight.csv").read_text()
