@@ -30,7 +30,8 @@ def known(model: Any, params: Mapping[str, Any]) -> dict[str, Setting]:
         "parameters": sum(parameter.numel() for parameter in model.network.parameters()),
         "loss": None if model.loss is None else getattr(model.loss, "__name__", type(model.loss).__name__),
         "optimizer": type(model.optimizer).__name__,
-        "lr": group["lr"],
+        # Where a scheduler moves it: that which it began with.
+        "lr": group.get("initial_lr", group["lr"]),
         **{name: group.get(name) or None for name in ("momentum", "weight_decay")},
         "scheduler": None if model.scheduler is None else type(model.scheduler).__name__,
         "precision": None if precision is None else str(precision).removeprefix("torch."),

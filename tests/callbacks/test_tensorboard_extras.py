@@ -210,3 +210,11 @@ def test_the_hyper_parameters_that_a_fit_knows() -> None:
         "network": "Sequential", "parameters": 33, "loss": "<lambda>", "optimizer": "SGD", "lr": 0.5, "momentum": 0.9,
         "scheduler": "StepLR", "precision": "bfloat16", "clip_grad_norm": 2, "epochs": 3, "accumulate_grad_batches": 2,
     }  # fmt: skip
+
+
+def test_the_rate_that_a_fit_is_known_by_is_that_which_it_began_with(tmp_path: Path) -> None:
+    subject = image_model()
+    schedule = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)  # noqa: E731
+    subject.prepare("adam", nn.CrossEntropyLoss(), scheduler=schedule, scheduler_interval="step")
+    fit_images(subject, TensorBoard(tmp_path, log_freq=3, hparams={}))
+    assert table(tmp_path)[0]["lr"] == 1e-3
