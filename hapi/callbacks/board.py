@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from hapi import rng
 from hapi.callbacks.terminal import say
 
 
@@ -28,7 +27,7 @@ def add_graph(writer: Any, model: Any) -> None:
     try:
         if inputs is None:
             raise RuntimeError("this process has seen no batch yet")
-        with rng.isolated(device), torch.no_grad(), warnings.catch_warnings():
+        with torch.no_grad(), warnings.catch_warnings():
             # torch.jit.trace, which SummaryWriter calls, is deprecated, and tells of what a trace cannot see.
             warnings.simplefilter("ignore")
             network = copy.deepcopy(model.network).to(device).eval()

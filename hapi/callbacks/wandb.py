@@ -14,8 +14,9 @@ class WandbCallback(tracking.Tracker):
 
     Both are logged with the steps trained as wandb's step. What the fit was set to goes into the run's config. Each fit
     is a run of its own; one that resumes goes on with its run. A run that the script has begun by ``wandb.init`` is
-    used, and left open. Without a network, ``mode="offline"`` writes files for ``wandb sync``; what a run that was
-    killed has written after its checkpoint stands in them twice. Needs the extra ``wandb``.
+    used, and left open. Without a network, ``mode="offline"`` writes files for ``wandb sync``. wandb writes them late:
+    of a run that was killed (SIGKILL) values may be missing in them, and what came after its checkpoint may stand
+    twice. Needs the extra ``wandb``.
 
     Args:
         project: The project's name.
