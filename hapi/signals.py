@@ -72,5 +72,11 @@ class StopSignals:
 
 
 def is_interactive() -> bool:
-    """Whether somebody sits at a prompt or a notebook, which must not be ended with the run."""
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or "ipykernel" in sys.modules
+    """Whether somebody types at this process, which must not end under their hands."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or in_notebook()
+
+
+def in_notebook() -> bool:
+    """Whether a notebook's kernel runs this process. That `ipykernel` was imported says nothing: libraries do that."""
+    asked = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return asked is not None and hasattr(asked(), "kernel")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from hapi.callbacks.base import PROGRESS, Callback, Logs
 from hapi.callbacks.terminal import number, say
 from hapi.distributed import get_rank
+from hapi.signals import in_notebook
 
 # Seconds between two refreshes of a bar, each of which waits for the device.
 _BAR_SECONDS = 0.1
@@ -319,12 +320,8 @@ def _line_step(steps: int | None, log_freq: int, lines: int) -> int:
     return -(-part // log_freq) * log_freq
 
 
-def _in_notebook() -> bool:
-    return "ipykernel" in sys.modules
-
-
 def _has_screen() -> bool:
-    return _in_notebook() or (sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty())
+    return in_notebook() or (sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty())
 
 
 def _bar_size() -> dict[str, Any]:
@@ -337,7 +334,7 @@ def _bar_size() -> dict[str, Any]:
 
 
 def _bar_class(extent: _Extent) -> Any:
-    widget = _in_notebook() and importlib.util.find_spec("ipywidgets") is not None
+    widget = in_notebook() and importlib.util.find_spec("ipywidgets") is not None
     if widget:
         from tqdm.notebook import tqdm
     else:

@@ -316,7 +316,7 @@ def test_an_exception_takes_the_bar_away(clock, capsys, screen):
 def test_a_notebook_counts_as_a_screen(monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
     assert not progress._has_screen()
-    monkeypatch.setitem(sys.modules, "ipykernel", object())
+    monkeypatch.setattr(progress, "in_notebook", lambda: True)
     assert progress._has_screen()
 
 
@@ -327,7 +327,7 @@ def test_a_notebook_with_widgets_gets_a_widget(monkeypatch):
     extent = progress._Extent(10, 32)
     assert issubclass(progress._bar_class(extent), tqdm.std.tqdm)
     assert not issubclass(progress._bar_class(extent), tqdm.notebook.tqdm)
-    monkeypatch.setitem(sys.modules, "ipykernel", object())
+    monkeypatch.setattr(progress, "in_notebook", lambda: True)
     monkeypatch.setattr(progress.importlib.util, "find_spec", lambda name: object())
     assert issubclass(progress._bar_class(extent), tqdm.notebook.tqdm)
 
