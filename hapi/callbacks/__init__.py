@@ -12,17 +12,23 @@ from hapi.callbacks.progress import ProgBarLogger
 
 if TYPE_CHECKING:
     from hapi.callbacks.csv_logger import CSVLogger
+    from hapi.callbacks.ema import EMA
+    from hapi.callbacks.gradient_norm import GradientNorm
     from hapi.callbacks.lr import LRScheduler, ReduceLROnPlateau
+    from hapi.callbacks.profiler import Profiler
     from hapi.callbacks.stopping import EarlyStopping
     from hapi.callbacks.tensorboard import TensorBoard
 
 __all__ = [
+    "EMA",
     "CSVLogger",
     "Callback",
     "EarlyStopping",
+    "GradientNorm",
     "History",
     "LRScheduler",
     "ModelCheckpoint",
+    "Profiler",
     "ProgBarLogger",
     "ReduceLROnPlateau",
     "TensorBoard",
@@ -31,15 +37,24 @@ __all__ = [
 # Those that no fit has by itself: imported when asked for, so that `import hapi` stays light.
 _ON_DEMAND = {
     "CSVLogger": "hapi.callbacks.csv_logger",
+    "EMA": "hapi.callbacks.ema",
     "EarlyStopping": "hapi.callbacks.stopping",
+    "GradientNorm": "hapi.callbacks.gradient_norm",
     "LRScheduler": "hapi.callbacks.lr",
+    "Profiler": "hapi.callbacks.profiler",
     "ReduceLROnPlateau": "hapi.callbacks.lr",
     "TensorBoard": "hapi.callbacks.tensorboard",
 }
 
 
-# Names that scripts come with from Paddle and Keras, and what takes their place.
-_ELSEWHERE = {"VisualDL": "TensorBoard", "LearningRateScheduler": "LRScheduler"}
+# Names that scripts come with from Paddle, Keras and Lightning, and what takes their place.
+_ELSEWHERE = {
+    "VisualDL": "hapi.callbacks.TensorBoard",
+    "LearningRateScheduler": "hapi.callbacks.LRScheduler",
+    "TerminateOnNaN": 'fit(nan_policy="stop"), which is the default',
+    "LearningRateFinder": "hapi.find_lr(model, data)",
+    "BatchSizeFinder": "hapi.find_batch_size(model, data)",
+}
 
 
 def __dir__() -> list[str]:
@@ -49,5 +64,5 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name in _ON_DEMAND:
         return getattr(importlib.import_module(_ON_DEMAND[name]), name)
-    instead = f": write hapi.callbacks.{_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+    instead = f": write {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
     raise AttributeError(f"module 'hapi.callbacks' has no attribute {name!r}{instead}")
