@@ -13,6 +13,7 @@ from hapi.rng import seed
 
 if TYPE_CHECKING:
     from hapi import datasets
+    from hapi.flop_count import flops
 
 
 __all__ = [
@@ -21,12 +22,18 @@ __all__ = [
     "callbacks",
     "datasets",
     "distributed",
+    "flops",
     "get_device",
     "metrics",
     "seed",
     "set_device",
 ]
 
+
+# Imported on first use, so that `import hapi` stays light.
+_ON_DEMAND = {
+    "flops": "hapi.flop_count",
+}
 
 # Names that scripts come with from Paddle, and what takes their place.
 _ELSEWHERE = {
@@ -48,5 +55,7 @@ def __getattr__(name: str) -> Any:
     # The data sets are imported on first use: `import hapi` stays as light as `import torch`.
     if name == "datasets":
         return importlib.import_module("hapi.datasets")
+    if name in _ON_DEMAND:
+        return getattr(importlib.import_module(_ON_DEMAND[name]), name)
     instead = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
     raise AttributeError(f"module 'hapi' has no attribute {name!r}{instead}")

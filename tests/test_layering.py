@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("hapi",),
     ("hapi.model",),
-    ("hapi.session", "hapi.single"),
+    ("hapi.session", "hapi.single", "hapi.flop_count"),
     ("hapi.loop", "hapi.engine", "hapi.report", "hapi.summary", "hapi.export"),
     ("hapi.resuming",),
     ("hapi.setup", "hapi.agreement", "hapi.predictions", "hapi.cursor"),
