@@ -52,7 +52,10 @@ _ELSEWHERE = {
     "VisualDL": "hapi.callbacks.TensorBoard",
     "LearningRateScheduler": "hapi.callbacks.LRScheduler",
     "TerminateOnNaN": 'fit(nan_policy="stop"), which is the default',
+    "LRFinder": "hapi.find_lr(model, data)",
     "LearningRateFinder": "hapi.find_lr(model, data)",
+    "PyTorchProfiler": "hapi.callbacks.Profiler",
+    "WeightAveraging": "hapi.callbacks.EMA",
     "BatchSizeFinder": "hapi.find_batch_size(model, data)",
 }
 

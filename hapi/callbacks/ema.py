@@ -26,7 +26,8 @@ class EMA(Callback):
     After each optimizer step, on the device, ``average = decay * average + (1 - decay) * weight``, for every parameter
     that the optimizer holds and for BatchNorm's running mean and variance (InstanceNorm's too); other buffers have no
     average and stay the network's own. Averages of float16 and bfloat16 weights are float32. A step that fp16 skips
-    moves nothing. Each fit starts anew from the weights that it finds.
+    moves nothing (a fused optimizer's counts as one of ``updates``). Each fit starts anew from the weights that it
+    finds.
 
     Training goes on with the weights. The evaluations of a fit use the averages, so that ``val_`` values are theirs. A
     checkpoint holds both: ``path.pt`` the weights, ``path.opt.pt`` the averages, and a resumed fit goes on with them::
@@ -75,6 +76,7 @@ class EMA(Callback):
         """Start anew from the weights."""
         self._leave()
         self.updates, self._averages, self._training = 0, {}, True
+        self._refuse_another()
         self._match()
         self._handles["step"] = self.model.optimizer.register_step_post_hook(self._update)
 
@@ -93,6 +95,7 @@ class EMA(Callback):
             return
         if self._training:
             self._share()
+        self._refuse_another()
         self._apply(self.model.network)
         if "saving" not in self._handles:
             # A save that comes within an evaluation, when a signal ends it, is one of the weights.
@@ -108,6 +111,7 @@ class EMA(Callback):
 
     def on_predict_begin(self, logs: Logs | None = None) -> None:
         """Put the averages in."""
+        self._refuse_another()
         self._apply(self.model.network)
 
     def on_predict_end(self, logs: Logs | None = None) -> None:
@@ -132,11 +136,12 @@ class EMA(Callback):
         finally:
             self._restore(owner.network)
 
-    def load(self, path: str | os.PathLike[str]) -> None:
-        """Take the averages of a checkpoint; where each rank needs them, each calls it.
+    def load(self, path: str | os.PathLike[str], number: int = 0) -> None:
+        """Take the averages of a checkpoint. Called on every rank.
 
         Args:
             path: As it was given to `Model.save`: ``"checkpoints/best_model"``.
+            number: Which of several such callbacks of that fit, from 0.
 
         Raises:
             FileNotFoundError: There is no such checkpoint.
@@ -144,7 +149,7 @@ class EMA(Callback):
         """
         group.barrier()
         _, training = checkpoint.read_pair(os.fspath(path))
-        state = {} if training is None else training["callbacks"].get(f"{type(self).__name__}.0")
+        state = {} if training is None else training["callbacks"].get(f"{type(self).__name__}.{number}")
         if not state:
             raise ValueError(
                 f"EMA.load received {os.fspath(path)!r}, whose training state holds no averages: that fit had no "
@@ -163,6 +168,16 @@ class EMA(Callback):
         _refuse_others(state["averages"], live)
         self._averages = {name: value.to(live[name].device, copy=True) for name, value in state["averages"].items()}
         self._match()
+
+    def _refuse_another(self) -> None:
+        """Two would take each other's averages for the weights."""
+        others = [each for each in self.params.get("callbacks", ()) if isinstance(each, EMA) and each is not self]
+        if any((self.in_evaluation and other.in_evaluation) or not self._training for other in others):
+            raise ValueError(
+                f"callbacks holds {len(others) + 1} of EMA that are to evaluate, but the network can have the averages "
+                "of one at a time. Write EMA(decay, in_evaluation=False) for the others, and evaluate(..., "
+                "callbacks=ema) for each."
+            )
 
     @torch.no_grad()
     def _match(self) -> None:

@@ -259,6 +259,26 @@ def test_frozen_weights_are_not_averaged_until_the_optimizer_has_them(tmp_path: 
     torch.testing.assert_close(found, expected)
 
 
+def test_several_of_them(tmp_path: Path) -> None:
+    fast, slow, plain = EMA(0.5), EMA(0.9, in_evaluation=False), model()
+    history, alone = fit(subject := model(), [fast, slow], save_dir=tmp_path), fit(plain, EMA(0.5))
+    assert history == alone and equal(state(plain.network), state(subject.network))
+    assert not equal(averages(fast), averages(slow))
+    loaded = EMA()
+    for number, ema in enumerate([fast, slow]):
+        loaded.load(tmp_path / "final", number)
+        with loaded.applied(subject):
+            assert equal(state(subject.network), averages_of(ema, subject))
+    for call in (lambda both: fit(model(), both), lambda both: subject.evaluate((X, Y), verbose=0, callbacks=both)):
+        with pytest.raises(ValueError, match=r"holds 2 of EMA.*EMA\(decay, in_evaluation=False\)"):
+            call([EMA(0.5), EMA(0.9)])
+    assert equal(state(plain.network), state(subject.network))
+
+
+def averages_of(ema: EMA, subject: hapi.Model) -> dict[str, torch.Tensor]:
+    return {**state(subject.network), **ema.state_dict()["averages"]}
+
+
 def test_errors_name_the_cure() -> None:
     for decay in (0, 1, 1.5, True, "0.9"):
         with pytest.raises(ValueError, match=r"decay=.*Write decay=0\.999"):
