@@ -52,18 +52,17 @@ class RateSweep:
 
     @property
     def suggestion(self) -> float | None:
-        """The rate at which the smoothed loss fell most steeply; None where it never fell."""
+        """The rate at which the loss fell most steeply, over the logarithm of rates; None where it never fell."""
         lowest = min(range(len(self.smoothed)), key=self.smoothed.__getitem__, default=0)
         if not self.smoothed or self.smoothed[0] - self.smoothed[lowest] <= _ROUNDING * abs(self.smoothed[0]):
             return None
-        steepest, found = 0.0, None
-        for index in range(1, min(lowest + 1, len(self.smoothed) - 1)):
-            slope = (self.smoothed[index + 1] - self.smoothed[index - 1]) / math.log(
-                self.rates[index + 1] / self.rates[index - 1]
-            )
-            if slope < steepest:
-                steepest, found = slope, self.rates[index]
-        return found
+        # Averaged from both sides: a running average comes late, by so many steps that the rate would be far too high.
+        losses = _averaged(_averaged(self.losses[: lowest + 1])[::-1])[::-1]
+        slopes = {
+            (losses[index + 1] - losses[index - 1]) / math.log(self.rates[index + 1] / self.rates[index - 1]): index
+            for index in range(1, lowest)
+        }
+        return self.rates[slopes[min(slopes)]] if slopes else self.rates[lowest]
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> None:
         """Draw the losses over the rates. Needs matplotlib.
@@ -197,9 +196,9 @@ def _sweep(model: Model, feed: Feed, rates: Sequence[float], diverged: float, se
                 else:
                     entry["lr"] = rate * ratio
             loss = _over_ranks(step(piece), feed._device)
-            average = _SMOOTHING * average + (1 - _SMOOTHING) * loss
             seen.rates.append(rate)
             seen.losses.append(loss)
+            average = _SMOOTHING * average + (1 - _SMOOTHING) * loss
             seen.smoothed.append(average / (1 - _SMOOTHING ** (number + 1)))
             lowest = min(lowest, seen.smoothed[-1])
             # A loss below zero (a likelihood's) has no multiple that would be worse.
@@ -209,6 +208,15 @@ def _sweep(model: Model, feed: Feed, rates: Sequence[float], diverged: float, se
         for values in (seen.rates, seen.losses, seen.smoothed):
             values.pop()
     return seen
+
+
+def _averaged(values: Sequence[float]) -> list[float]:
+    """The running average at each value, which starts with the first."""
+    average, averages = 0.0, []
+    for number, value in enumerate(values, 1):
+        average = _SMOOTHING * average + (1 - _SMOOTHING) * value
+        averages.append(average / (1 - _SMOOTHING**number))
+    return averages
 
 
 def _ratios(optimizer: torch.optim.Optimizer) -> list[float]:

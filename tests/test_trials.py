@@ -191,7 +191,9 @@ def test_the_sweep_is_a_plain_loop() -> None:
     assert sweep.losses == pytest.approx(expected[: len(sweep.losses)], rel=1e-3)
     # It has diverged, and ended there.
     assert len(sweep.losses) < 61 and sweep.smoothed[-1] > 4 * min(sweep.smoothed) and sweep.rates[-1] > 1
-    assert 0.01 < sweep.suggestion < 1
+    slopes = torch.tensor(expected)[2:40] - torch.tensor(expected)[:38]
+    steepest = sweep.rates[1 + int(slopes.argmin())]
+    assert 0.01 < steepest < 0.1 and steepest / 1.6 <= sweep.suggestion <= steepest * 1.6
     average = 0.0
     for step, (loss, smoothed) in enumerate(zip(sweep.losses, sweep.smoothed, strict=True), 1):
         average = 0.9 * average + 0.1 * loss
