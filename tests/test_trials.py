@@ -64,7 +64,7 @@ def model(trained: bool = True, **options: Any) -> hapi.Model:
     optimizer = torch.optim.AdamW(groups, lr=torch.tensor(0.01))
     options = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "clip_grad_norm": 1.0, **options}
     made = hapi.Model(net).prepare(optimizer, loss, hapi.metrics.Accuracy(), **options)
-    net.layers[1].eval()  # frozen by the user
+    net.layers[3].eval()  # frozen by the user
     if trained:
         made.fit((X, Y), batch_size=8, epochs=2, verbose=0, seed=2)
     return made
