@@ -12,7 +12,9 @@ from hapi.model import Model
 from hapi.rng import seed
 
 if TYPE_CHECKING:
-    from hapi import datasets
+    from hapi import datasets, debug
+    from hapi.flop_count import flops
+    from hapi.tuning import find_batch_size, find_lr
 
 
 __all__ = [
@@ -20,13 +22,24 @@ __all__ = [
     "__version__",
     "callbacks",
     "datasets",
+    "debug",
     "distributed",
+    "find_batch_size",
+    "find_lr",
+    "flops",
     "get_device",
     "metrics",
     "seed",
     "set_device",
 ]
 
+
+# Imported on first use, so that `import hapi` stays light.
+_ON_DEMAND = {
+    "find_batch_size": "hapi.tuning",
+    "find_lr": "hapi.tuning",
+    "flops": "hapi.flop_count",
+}
 
 # Names that scripts come with from Paddle, and what takes their place.
 _ELSEWHERE = {
@@ -46,7 +59,9 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     # The data sets are imported on first use: `import hapi` stays as light as `import torch`.
-    if name == "datasets":
-        return importlib.import_module("hapi.datasets")
+    if name in ("datasets", "debug"):
+        return importlib.import_module(f"hapi.{name}")
+    if name in _ON_DEMAND:
+        return getattr(importlib.import_module(_ON_DEMAND[name]), name)
     instead = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
     raise AttributeError(f"module 'hapi' has no attribute {name!r}{instead}")

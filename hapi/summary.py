@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, is_lazy
 
 from hapi.distributed import group
 from hapi.rng import isolated
 
-__all__ = ["summary"]
+__all__ = ["Trace", "label", "make_inputs", "materialized", "run", "summary"]
 
 _HEADINGS = ("layer (type)", "output shape", "parameters")
 
@@ -58,9 +60,12 @@ def summary(
             "Pass input_size=(1, 3, 32, 32) or inputs=batch, not both."
         )
     if inputs is None and input_size is not None:
-        inputs = _make_inputs(network, input_size, dtype)
-    shapes = {} if inputs is None else _output_shapes(network, inputs)
-    rows, counts = _rows(network, shapes)
+        inputs = make_inputs(network, input_size, dtype)
+    trace = Trace()
+    with materialized(network) as network:
+        if inputs is not None:
+            run(network, inputs, trace)
+        rows, counts = _rows(network, trace.shapes)
     if group.get_rank() == 0:
         print(_table(rows, counts))
         if inputs is None:
@@ -71,7 +76,8 @@ def summary(
 # What the network is run on
 
 
-def _make_inputs(network: nn.Module, input_size: Any, dtype: Any) -> Any:
+def make_inputs(network: nn.Module, input_size: Any, dtype: Any) -> Any:
+    """Inputs of the shapes and dtypes that `summary` was given; see there."""
     example = next((p for p in network.parameters() if p.is_floating_point()), None)
     default = example.dtype if example is not None else torch.get_default_dtype()
     if isinstance(input_size, Mapping):
@@ -139,40 +145,69 @@ def _device(network: nn.Module) -> torch.device:
 
 
 @dataclass
-class _Trace:
+class Trace:
     """What the hooks of one forward pass note down."""
 
     shapes: dict[nn.Module, str] = field(default_factory=dict)
     running: list[nn.Module] = field(default_factory=list)
 
-    def enter(self, module: nn.Module, _args: Any) -> None:
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Before a layer's forward."""
         self.running.append(module)
 
-    def leave(self, module: nn.Module, _args: Any, output: Any) -> None:
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After it."""
         self.running.pop()
         self.shapes.setdefault(module, _describe(output))
 
 
-def _output_shapes(network: nn.Module, inputs: Any) -> dict[nn.Module, str]:
+def run(network: nn.Module, inputs: Any, trace: Trace) -> None:
+    """One forward pass that leaves no trace on the network.
+
+    Args:
+        network: Any module.
+        inputs: A tensor, a tuple or a dict.
+        trace: Is told of each layer.
+
+    Raises:
+        RuntimeError: It failed; the message names the layer.
+    """
     device = _device(network)
     args = inputs if isinstance(inputs, (tuple, list)) else () if isinstance(inputs, Mapping) else (inputs,)
     kwargs = inputs if isinstance(inputs, Mapping) else {}
-    trace = _Trace()
     # Nothing is drawn on the meta device, which has no generator.
     drawing = torch.device("cpu") if device.type == "meta" else device
-    with torch.no_grad(), _untouched(network), isolated(drawing), _hooked(network, trace):
+    with torch.no_grad(), _untouched(network), isolated(drawing), _hooked(network, trace), _eagerly(network):
         try:
-            network(*(_to(value, device) for value in args), **{k: _to(v, device) for k, v in kwargs.items()})
+            output = network(*(_to(value, device) for value in args), **{k: _to(v, device) for k, v in kwargs.items()})
         except Exception as error:
             raise RuntimeError(_failure(network, trace, inputs, error)) from error
-    return trace.shapes
+    trace.shapes.setdefault(network, _describe(output))
+
+
+def _eagerly(network: nn.Module) -> AbstractContextManager[Any]:
+    """A context in which compiled networks call their layers one by one."""
+    compiled = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in network.modules())
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 @contextmanager
-def _hooked(network: nn.Module, trace: _Trace) -> Iterator[None]:
+def materialized(network: nn.Module) -> Iterator[nn.Module]:
+    """The network; of one with lazy layers, which a forward pass makes real, a copy."""
+    lazy = [tensor for tensor in (*network.parameters(), *network.buffers()) if is_lazy(tensor)]
+    # torch copies lazy parameters, and has no copy of lazy buffers.
+    new: Any = UninitializedBuffer
+    copied = {id(t): new(device=t.device, dtype=t.dtype) for t in lazy if not isinstance(t, nn.Parameter)}
+    yield copy.deepcopy(network, copied) if lazy else network
+
+
+@contextmanager
+def _hooked(network: nn.Module, trace: Trace) -> Iterator[None]:
     handles = []
     try:
         for module in network.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # it takes no hooks
             handles.append(module.register_forward_pre_hook(trace.enter))
             handles.append(module.register_forward_hook(trace.leave))
         yield
@@ -189,7 +224,7 @@ def _untouched(network: nn.Module) -> Iterator[None]:
         (module, name, buffer, buffer.clone())
         for module in network.modules()
         for name, buffer in module.named_buffers(recurse=False)
-        if not isinstance(buffer, nn.parameter.UninitializedBuffer)
+        if not isinstance(buffer, UninitializedBuffer)
     ]
     try:
         network.eval()
@@ -206,7 +241,7 @@ def _to(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
-def _failure(network: nn.Module, trace: _Trace, inputs: Any, error: Exception) -> str:
+def _failure(network: nn.Module, trace: Trace, inputs: Any, error: Exception) -> str:
     names = {module: name for name, module in network.named_modules()}
     layer = trace.running[-1] if trace.running else network
     where = f"its layer {names[layer]!r} ({type(layer).__name__})" if names.get(layer) else "its forward"
@@ -246,7 +281,7 @@ def _rows(network: nn.Module, shapes: Mapping[nn.Module, str]) -> tuple[list[tup
         cell = f"{size:,}" if new or not own else ""
         if len(new) < len(own):
             cell = f"{cell} + shared".removeprefix(" + ")
-        rows.append((_label(name, module), shapes.get(module, "-"), cell if own else "-"))
+        rows.append((label(name, module), shapes.get(module, "-"), cell if own else "-"))
     return rows, counts
 
 
@@ -258,7 +293,8 @@ def _refuse_uninitialized(name: str, parameters: Sequence[nn.Parameter]) -> None
         )
 
 
-def _label(name: str, module: nn.Module) -> str:
+def label(name: str, module: nn.Module) -> str:
+    """A row's first cell: the layer's own name and its type, indented by depth."""
     kind = type(module).__name__
     if not name:
         return kind

@@ -879,6 +879,8 @@ def test_legacy_format(tmp_path: Path) -> None:
         (hapi, "InputSpec", r"hapi\.Model\(network\).*summary\(input_size="),
         (hapi, "vision", r"hapi\.datasets"),
         (hapi.callbacks, "VisualDL", r"write hapi\.callbacks\.TensorBoard"),
+        (hapi.callbacks, "TerminateOnNaN", r'write fit\(nan_policy="stop"\)'),
+        (hapi.callbacks, "LRFinder", r"write hapi\.find_lr\(model, data\)"),
         (hapi, "Modle", "has no attribute 'Modle'$"),
         (hapi.callbacks, "EarlyStoping", "has no attribute 'EarlyStoping'$"),
     ],

@@ -94,7 +94,7 @@ def test_the_header_says_what_to_expect(name: str) -> None:
 def readme(folder: Path) -> str:
     """The README's code, one block after the other, in a file."""
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     (folder / "readme.py").write_text("\n".join(blocks), encoding="utf-8")
     return "readme.py"
 
@@ -102,7 +102,8 @@ def readme(folder: Path) -> str:
 def test_the_readmes_code_runs_as_it_stands(tmp_path: Path) -> None:
     output = run(readme(tmp_path), cwd=tmp_path)
     assert "after epoch 3: " in output and "'top3': " in output and "hapi: resuming from checkpoints/" in output
-    assert {"history.png", "mnist.pt2", "checkpoints"} <= files(tmp_path)
+    assert "overfit_batches: loss " in output and "FLOPs of one forward: 501,760" in output
+    assert {"history.png", "mnist.pt2", "checkpoints", "averaged.pt", "profile"} <= files(tmp_path)
 
 
 @pytest.mark.slow

@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[1]
 # Imports run downwards. Entries of one line do not import each other; a package is one entry.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("hapi",),
-    ("hapi.model",),
-    ("hapi.session", "hapi.single"),
-    ("hapi.loop", "hapi.engine", "hapi.report", "hapi.summary", "hapi.export"),
+    ("hapi.model", "hapi.tuning", "hapi.debug"),
+    ("hapi.session", "hapi.single", "hapi.flop_count"),
+    ("hapi.loop", "hapi.engine", "hapi.report", "hapi.summary", "hapi.export", "hapi.trial"),
     ("hapi.resuming",),
     ("hapi.setup", "hapi.agreement", "hapi.predictions", "hapi.cursor"),
     ("hapi.step", "hapi.data", "hapi.callbacks"),

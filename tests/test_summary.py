@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -193,7 +194,72 @@ def test_errors_name_the_cure(arguments: dict[str, Any], error: type[Exception],
         summary(mlp(), **arguments)
 
 
-def test_lazy_layers_need_an_input(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lazy_layers_need_an_input_and_stay_lazy(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="input_size="):
         summary(nn.LazyLinear(3))
-    assert summary(nn.LazyLinear(3), (1, 4))["total_params"] == 15
+    network = nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(2), nn.Linear(2, 2))
+    network[4].requires_grad_(False)
+    random_state = torch.get_rng_state()
+    counts = summary(network, (1, 3, 5, 5))
+    expected = {"0 (Conv2d)": 4 * 27 + 4, "1 (BatchNorm2d)": 8, "3 (Linear)": 2 * 36 + 2, "4 (Linear)": 6}
+    table = rows(capsys.readouterr().out)
+    assert {name: table[name][1] for name in expected} == {name: str(size) for name, size in expected.items()}
+    assert counts == {"total_params": sum(expected.values()), "trainable_params": sum(expected.values()) - 6}
+    assert all(module.has_uninitialized_params() for module in (network[0], network[1], network[3]))
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+class Nested(nn.Module):
+    """Layers in containers, one under two names, parameters without a layer, and a batch in a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 2)])})
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2))])
+        self.own = nn.Parameter(torch.zeros(2))
+        self.again = self.parts["a"]
+
+    def forward(self, batch: dict[str, Any], flag: Any = None) -> dict[str, Any]:
+        x = self.again(self.parts["a"](batch["x"]["y"])) * self.scales[0]
+        for layer in self.parts["b"]:
+            x = layer(x)
+        return {"out": [x + self.own], "flag": flag}
+
+
+def test_any_nesting(capsys: pytest.CaptureFixture[str]) -> None:
+    network = Nested()
+    network.parts["b"].requires_grad_(False)
+    batch = {"x": {"y": torch.ones(2, 4)}}
+    frozen = 20 + 10
+    for given in ((batch, 3), {"batch": batch, "flag": 3}):
+        counts = summary(network, inputs=given)
+        assert counts == {"total_params": 20 + frozen + 6 + 2, "trainable_params": 20 + 6 + 2}
+        printed = capsys.readouterr().out
+        table = rows(printed)
+        assert table["Nested"] == ["{out: ([2, 2]), flag: int}", "2"]
+        assert table["scales (ParameterList)"] == ["-", "6"] and table["b (ModuleList)"] == ["-", "-"]
+        assert "\n      1 (Linear)" in printed and "again" not in printed
+        assert column_sum(printed) == counts["total_params"]
+
+
+def test_compiled_networks_show_their_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    in_place, wrapped = mlp(), torch.compile(mlp())
+    in_place.compile()
+    for network in (in_place, wrapped):
+        assert summary(network, (3, 784))["total_params"] == 407_050
+        assert rows(capsys.readouterr().out)["1 (Linear)"] == ["[3, 512]", "401,920"]
+    assert in_place._compiled_call_impl is not None
+
+
+def test_scripted_networks_show_what_they_return(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of whether torch goes on with them
+        network = torch.jit.trace(nn.Sequential(nn.Linear(3, 4), nn.ReLU()), torch.zeros(1, 3))
+    assert summary(network, (2, 3)) == {"total_params": 16, "trainable_params": 16}
+    assert rows(capsys.readouterr().out)["TopLevelTracedModule"] == ["[2, 4]", "-"]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parametrized_layers(frozen: bool) -> None:
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)).requires_grad_(not frozen)
+    assert summary(layer, (1, 3)) == {"total_params": 20, "trainable_params": 0 if frozen else 20}

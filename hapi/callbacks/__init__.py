@@ -12,20 +12,26 @@ from hapi.callbacks.progress import ProgBarLogger
 
 if TYPE_CHECKING:
     from hapi.callbacks.csv_logger import CSVLogger
+    from hapi.callbacks.ema import EMA
+    from hapi.callbacks.gradient_norm import GradientNorm
     from hapi.callbacks.lr import LRScheduler, ReduceLROnPlateau
     from hapi.callbacks.mlflow import MLflowCallback
+    from hapi.callbacks.profiler import Profiler
     from hapi.callbacks.stopping import EarlyStopping
     from hapi.callbacks.tensorboard import TensorBoard
     from hapi.callbacks.wandb import WandbCallback
 
 __all__ = [
+    "EMA",
     "CSVLogger",
     "Callback",
     "EarlyStopping",
+    "GradientNorm",
     "History",
     "LRScheduler",
     "MLflowCallback",
     "ModelCheckpoint",
+    "Profiler",
     "ProgBarLogger",
     "ReduceLROnPlateau",
     "TensorBoard",
@@ -35,17 +41,30 @@ __all__ = [
 # Those that no fit has by itself: imported when asked for, so that `import hapi` stays light.
 _ON_DEMAND = {
     "CSVLogger": "hapi.callbacks.csv_logger",
+    "EMA": "hapi.callbacks.ema",
     "EarlyStopping": "hapi.callbacks.stopping",
+    "GradientNorm": "hapi.callbacks.gradient_norm",
     "LRScheduler": "hapi.callbacks.lr",
     "MLflowCallback": "hapi.callbacks.mlflow",
+    "Profiler": "hapi.callbacks.profiler",
     "ReduceLROnPlateau": "hapi.callbacks.lr",
     "TensorBoard": "hapi.callbacks.tensorboard",
     "WandbCallback": "hapi.callbacks.wandb",
 }
 
 
-# Names that scripts come with from Paddle and Keras, and what takes their place.
-_ELSEWHERE = {"VisualDL": "TensorBoard", "WandbLogger": "WandbCallback", "LearningRateScheduler": "LRScheduler"}
+# Names that scripts come with from Paddle, Keras and Lightning, and what takes their place.
+_ELSEWHERE = {
+    "VisualDL": "hapi.callbacks.TensorBoard",
+    "WandbLogger": "hapi.callbacks.WandbCallback",
+    "LearningRateScheduler": "hapi.callbacks.LRScheduler",
+    "TerminateOnNaN": 'fit(nan_policy="stop"), which is the default',
+    "LRFinder": "hapi.find_lr(model, data)",
+    "LearningRateFinder": "hapi.find_lr(model, data)",
+    "PyTorchProfiler": "hapi.callbacks.Profiler",
+    "WeightAveraging": "hapi.callbacks.EMA",
+    "BatchSizeFinder": "hapi.find_batch_size(model, data)",
+}
 
 
 def __dir__() -> list[str]:
@@ -55,5 +74,5 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name in _ON_DEMAND:
         return getattr(importlib.import_module(_ON_DEMAND[name]), name)
-    instead = f": write hapi.callbacks.{_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+    instead = f": write {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
     raise AttributeError(f"module 'hapi.callbacks' has no attribute {name!r}{instead}")

@@ -9,7 +9,7 @@
         for step, batch in enumerate(train batches):        # a step is one batch a rank
             on_train_batch_begin(step)
             ...                                             # forward, backward, optimizer step if due
-            on_train_batch_end(step, logs)                  # every batch_freq-th step
+            on_train_batch_end(step, logs)                  # every batch_freq-th step; batch_values adds to the logs
         if evaluation is due:
             on_eval_begin({"steps": ...})
             for step, batch in enumerate(eval batches):
@@ -123,6 +123,10 @@ class Callback:
     def on_exception(self, exc: BaseException) -> None:
         """When the call ends with an exception; no other hook follows."""
 
+    def batch_values(self, step: int) -> Logs:
+        """More values for the logs of a training step, which all `on_train_batch_end` hooks get: unread tensors."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """What must survive a restart: tensors, numbers, texts, and lists and dicts of them."""
         return {}
@@ -193,6 +197,7 @@ class CallbackList:
         self._batch_hooks = {
             hook: [callback for callback in self.callbacks if hooks.overrides(callback, hook)] for hook in _BATCH_HOOKS
         }
+        self._adding = [callback for callback in self.callbacks if hooks.overrides(callback, "batch_values")]
 
     def call(self, hook: str, *args: Any, logs: Mapping[str, Any] | None = None) -> None:
         """Call a hook of all callbacks, each with a dict of its own.
@@ -203,6 +208,9 @@ class CallbackList:
             logs: The values.
         """
         if hook in self._batch_hooks:
+            if hook == "on_train_batch_end":
+                for callback in self._adding:
+                    logs = {**(logs or {}), **callback.batch_values(*args)}
             for callback in self._batch_hooks[hook]:
                 if hook.endswith("begin") or _is_due(callback, args[0]):
                     getattr(callback, hook)(*args, dict(logs or {}))

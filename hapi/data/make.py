@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
-from dataclasses import dataclass
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -11,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hapi import rng
 from hapi.batch import map_tensors
-from hapi.data.feeds import DatasetFeed, Feed, LocalFeed, SourceFeed
+from hapi.data.feeds import BEGINNING, DatasetFeed, Feed, LocalFeed, Piece, SourceFeed, Start
 from hapi.data.loaders import iterable_loader, loader_feed, tell_of_the_sampler
 from hapi.data.order import GlobalOrder
 from hapi.data.sameness import same_data
@@ -79,7 +82,59 @@ def make_feed(data: Any, request: Request, device: torch.device) -> Feed:
         feed.stateful = dataset
     if feed.steps == 0 or feed.samples == 0:
         raise _empty(data, request)
+    current = _trial.get()
+    if current is not None:
+        current.take(feed)
     return feed
+
+
+@dataclass
+class _Trial:
+    """See `trial`."""
+
+    steps: int | None
+    repeat: bool
+    feeds: list[tuple[Feed, Any]] = field(default_factory=list)
+
+    def take(self, feed: Feed) -> None:
+        """Cut a feed's passes short, and note where its data stands."""
+        self.feeds.append((feed, feed.state(within=False)))
+        if self.steps is None:
+            return
+        whole, steps, repeat, first = feed.pieces, self.steps, self.repeat, list[Piece]()
+
+        def pieces(epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
+            if not repeat:
+                yield from islice(whole(epoch, start), steps)
+                return
+            if not first:
+                first.extend(islice(whole(epoch, start), steps))
+            yield from first
+
+        feed.pieces = pieces  # type: ignore[method-assign]
+        feed.steps = steps if feed.steps is None else min(steps, feed.steps)
+
+
+_trial: ContextVar[_Trial | None] = ContextVar("hapi.data.make.trial", default=None)
+
+
+@contextmanager
+def trial(steps: int | None = None, repeat: bool = False) -> Iterator[None]:
+    """Within, data is read for a look; afterwards what the user's loaders draw from is as it was.
+
+    Args:
+        steps: After how many steps a pass ends; None: at the data's end.
+        repeat: Give in each pass the batches of the first.
+    """
+    current = _Trial(steps, repeat)
+    token = _trial.set(current)
+    try:
+        yield
+    finally:
+        _trial.reset(token)
+        # Two feeds over the same data: as the first has found it.
+        for feed, state in reversed(current.feeds):
+            feed.restore(state)
 
 
 def _refuse_mistaken(data: Any, name: str) -> None:
