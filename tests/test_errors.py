@@ -879,7 +879,7 @@ def test_legacy_format(tmp_path: Path) -> None:
         (hapi, "InputSpec", r"hapi\.Model\(network\).*summary\(input_size="),
         (hapi, "vision", r"hapi\.datasets"),
         (hapi.callbacks, "VisualDL", r"write hapi\.callbacks\.TensorBoard"),
-        (hapi, "Modle", "has no attribute 'Modle'$"),
+        (hapi, "Zebra", "has no attribute 'Zebra'$"),
         (hapi.callbacks, "EarlyStoping", "has no attribute 'EarlyStoping'$"),
     ],
 )

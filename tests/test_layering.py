@@ -20,11 +20,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("hapi.setup", "hapi.agreement", "hapi.predictions", "hapi.cursor"),
     ("hapi.step", "hapi.data", "hapi.callbacks"),
     ("hapi.metrics", "hapi.checkpoint", "hapi.objective", "hapi.precision", "hapi.scheduling"),
-    ("hapi.optimizers", "hapi.arguments", "hapi.tensorfile", "hapi.pairs", "hapi.fitting"),
+    ("hapi.optimizers", "hapi.arguments", "hapi.tensorfile", "hapi.pairs", "hapi.fitting", "hapi.scores"),
     ("hapi.checks", "hapi.files", "hapi.modes", "hapi.datasets", "hapi.signals", "hapi.writer"),
     ("hapi.batch", "hapi.distributed"),
     ("hapi.data.order",),  # arithmetic that DistributedBatchSampler shares with the feeds
-    ("hapi.device", "hapi.rng", "hapi.archive"),
+    ("hapi.device", "hapi.rng", "hapi.archive", "hapi.elsewhere"),
     ("hapi.distributed.launchers", "hapi._version"),
     ("hapi.distributed.leftovers",),
     ("hapi.distributed.environment",),
