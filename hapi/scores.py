@@ -31,6 +31,9 @@ def tell_of_another_form(loss: Any, outputs: Any) -> None:
     if outputs.dim() < 2 or outputs.shape[1] < 2 or not outputs.numel():
         return
     values = outputs.detach().float()
+    # Of equal rows, as of one, it may be chance: weights that were all set to one number.
+    if not bool((values != values[:1]).any()):
+        return
     rounding = _ROUNDING if outputs.dtype in (torch.float32, torch.float64) else _ROUNDING_OF_HALVES
     probable = bool((values >= 0).all()) and _is_near(values.sum(1), 1.0, rounding)
     if takes_scores and probable:
