@@ -68,7 +68,7 @@ def test_examples_alone_and_on_two_processes(tmp_path: Path, name: str) -> None:
     (alone,) = accuracies(run(example(name), cwd=tmp_path))
     first, second = accuracies(run(*TORCHRUN, example(name), cwd=tmp_path))
     # Twice the batch, and half the steps.
-    assert first == second and min(alone, first) >= (0.5 if name == "data_frame" else 0.6)
+    assert first == second and min(alone, first) >= 0.5
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
