@@ -41,17 +41,6 @@ _ON_DEMAND = {
     "flops": "hapi.flop_count",
 }
 
-# Names that scripts come with from Paddle, and what takes their place.
-_ELSEWHERE = {
-    "InputSpec": "Shapes are seen in the first batch: write hapi.Model(network), and for a table of them "
-    "model.summary(input_size=(1, 28, 28)).",
-    "summary": "Write hapi.Model(network).summary(input_size=(1, 28, 28)).",
-    "to_tensor": "Write torch.tensor(values).",
-    "nn": "Write torch.nn.",
-    "optimizer": 'Write torch.optim, or prepare("adam", ...).',
-    "vision": "Data sets are in hapi.datasets, transforms and networks in torchvision.",
-}
-
 
 def __dir__() -> list[str]:
     return sorted(__all__)
@@ -63,5 +52,6 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"hapi.{name}")
     if name in _ON_DEMAND:
         return getattr(importlib.import_module(_ON_DEMAND[name]), name)
-    instead = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
-    raise AttributeError(f"module 'hapi' has no attribute {name!r}{instead}")
+    # Nor is what only an error needs. (`from hapi import elsewhere` would ask here for it.)
+    elsewhere = importlib.import_module("hapi.elsewhere")
+    raise elsewhere.package_attribute(name, __all__)

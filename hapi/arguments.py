@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -47,6 +48,57 @@ class SetBy:
         raise AttributeError(
             f"{type(owner).__name__}.{self._name} was assigned {value!r:.80}, but the parts that are made of it would "
             f"go on with the former one. {self._cure}"
+        )
+
+
+def refuse_unknown(model: Any, method: str, unknown: Mapping[str, Any]) -> None:
+    """Raise if a method of a Model was given keywords that it does not have.
+
+    They arrive in its `**unknown`, which no keyword fits for a type checker. What is around a method would be a further
+    frame between a warning and the user's line.
+
+    Raises:
+        TypeError: It was; the message names what to write instead.
+    """
+    if unknown:
+        from hapi import elsewhere
+
+        raise elsewhere.keywords(model, method, unknown)
+
+
+def missing_attribute(model: Any, name: str) -> Any:
+    """`Model.__getattr__`: an attribute is not there, or could not be computed."""
+    if hasattr(type(model), name):
+        # Its own error says more.
+        return object.__getattribute__(model, name)
+    from hapi import elsewhere
+
+    raise elsewhere.model_attribute(model, name)
+
+
+def refuse_call(model: Any, *inputs: Any, **named: Any) -> Any:
+    """`Model.__call__`: a Model is no module."""
+    raise TypeError(
+        f"{type(model).__name__} was called like a network, which it is not: it has one. Write model.network(x) for "
+        "outputs with a graph, model.predict_batch(x) or model.predict(data) for those of a trained network."
+    )
+
+
+_ENDINGS = (".pth", ".ckpt", ".bin", ".h5", ".hdf5", ".keras", ".pkl", ".pickle", ".pdparams", ".pt2", ".onnx")
+
+
+def tell_of_ending(path: Any) -> None:
+    """Warn where a checkpoint's path ends as its file would elsewhere, and its name is another one here."""
+    text = str(path)
+    ending = next((ending for ending in _ENDINGS if text.endswith(ending)), None)
+    if ending is not None and isinstance(path, str | PathLike):
+        name = text.removesuffix(ending)
+        program = f"; an inference program is written by export({text!r})" if ending in (".pt2", ".onnx") else ""
+        warnings.warn(
+            f"save received {text!r}, but a checkpoint is two files, whose endings are added: the weights are in "
+            f"{text}.pt, a plain state dict, and what else training needs in {text}.opt.pt. Write save({name!r}) for "
+            f"{name}.pt and {name}.opt.pt{program}.",
+            stacklevel=4,
         )
 
 
@@ -256,7 +308,7 @@ _NEVER_CALLED = {"training_step": "train_step", "validation_step": "eval_step", 
 def _check_steps(steps: Sequence[Callable[..., Any]]) -> None:
     owner: Any = getattr(steps[0], "__self__", None)
     for name, ours in _NEVER_CALLED.items():
-        if hasattr(owner, name):
+        if hasattr(type(owner), name):
             raise TypeError(
                 f"{type(owner).__name__} has a method {name}, which is never called. Write "
                 f"def {ours}(self, inputs, labels) and `return loss, outputs`."

@@ -69,8 +69,8 @@ def tensor_of(array: Any, floats: torch.dtype | None = None) -> torch.Tensor:
         array: The array.
         floats: What float64 becomes, which NumPy makes unasked and few layers take; None: torch's default dtype.
     """
-    # A reversed view is copied: a tensor has no strides below zero.
-    tensor = torch.as_tensor(array.copy() if any(stride < 0 for stride in array.strides) else array)
+    # Copied are a reversed view, as a tensor has no strides below zero, and what may not be written to.
+    tensor = torch.as_tensor(array.copy() if not array.flags.writeable or min((0, *array.strides)) < 0 else array)
     return tensor.to(floats or torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
 
 

@@ -108,9 +108,15 @@ class Engine:
         objective = self.prepared.objective
         training = torch.is_grad_enabled()
         if training not in self._seen:
+            is_first = not self._seen
             self._seen.add(training)
             for loss, output, label in objective.pairs(outputs, labels):
                 checks.element_labels(loss, output, label)
+                if is_first:
+                    # Only for a process that computes a loss.
+                    from hapi import scores
+
+                    scores.tell_of_another_form(loss, output)
             if objective.classifies:
                 checks.class_labels(labels, outputs)
                 if self._label_span is not None:

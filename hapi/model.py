@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
@@ -52,7 +52,9 @@ class Model:
         network: nn.Module,
         inputs: int | Sequence[str] | None = None,
         labels: int | Sequence[str] | None = None,
+        **unknown: NoReturn,
     ) -> None:
+        arguments.refuse_unknown(self, "__init__", unknown)
         arguments.check_model(network, self.train_step, self.eval_step)
         vars(self)["network"] = network
         self.stop_training = False
@@ -75,6 +77,7 @@ class Model:
         strategy: str = "auto",
         sync_batchnorm: bool = False,
         ddp_options: dict[str, Any] | None = None,
+        **unknown: NoReturn,
     ) -> Model:
         """Set what training and evaluation use. May be called again.
 
@@ -100,6 +103,7 @@ class Model:
             ValueError: A name is unknown, or the optimizer is of another network.
             TypeError: An argument cannot serve.
         """
+        arguments.refuse_unknown(self, "prepare", unknown)
         arguments.check_prepare(loss, strategy, clip_grad_norm, compile=compile, sync_batchnorm=sync_batchnorm)
         objective = Objective(loss)
         made = make_optimizer(optimizer, self.network, objective.module)
@@ -143,6 +147,7 @@ class Model:
         resume: bool | str | Path | None = None,
         seed: int | None = None,
         nan_policy: str = "stop",
+        **unknown: NoReturn,
     ) -> History:
         """Train.
 
@@ -178,6 +183,7 @@ class Model:
             TypeError: An argument is of a type that cannot serve.
             RuntimeError: The loss became infinite or NaN.
         """
+        arguments.refuse_unknown(self, "fit", unknown)
         options = arguments.FitOptions(
             batch_size, global_batch_size, epochs, eval_freq, log_freq, save_dir, save_freq, verbose, drop_last,
             shuffle, num_workers, accumulate_grad_batches, num_iters, resume, seed, nan_policy,
@@ -193,6 +199,7 @@ class Model:
         num_workers: int = 0,
         callbacks: Any = None,
         num_iters: int | None = None,
+        **unknown: NoReturn,
     ) -> dict[str, float]:
         """Compute loss and metrics over a data set, each sample once, whatever the number of processes.
 
@@ -208,6 +215,7 @@ class Model:
         Returns:
             `loss` (the mean over samples; NaN where all labels are ignored) and the metrics, the same on every rank.
         """
+        arguments.refuse_unknown(self, "evaluate", unknown)
         options = session.PassOptions("eval_data", batch_size, log_freq, verbose, num_workers, num_iters)
         return session.evaluate(self, eval_data, callbacks, options)
 
@@ -219,6 +227,7 @@ class Model:
         stack_outputs: bool = True,
         verbose: int = 1,
         callbacks: Any = None,
+        **unknown: NoReturn,
     ) -> Any:
         """Compute the network's outputs for a data set.
 
@@ -237,6 +246,7 @@ class Model:
         Raises:
             ValueError: Rows differ in shape and cannot be stacked.
         """
+        arguments.refuse_unknown(self, "predict", unknown)
         options = session.PassOptions("test_data", batch_size, 10, verbose, num_workers)
         return session.predict(self, test_data, callbacks, options, stack_outputs)
 
@@ -280,13 +290,16 @@ class Model:
             text = str(path)
             self.export(text if text.endswith((".pt2", ".onnx")) else f"{text.removesuffix('.pt')}.pt2")
         elif group.speaks_for_all():
+            arguments.tell_of_ending(path)
             checkpoint.write(path, self._snapshot())
 
     def _snapshot(self) -> checkpoint.Snapshot:
         counters = {"epochs_trained": self.epochs_trained, "steps_trained": self.steps_trained}
         return checkpoint.take(self.network, self._engine.training_state(counters))
 
-    def load(self, path: str | Path, skip_mismatch: bool = False, reset_optimizer: bool = False) -> None:
+    def load(
+        self, path: str | Path, skip_mismatch: bool = False, reset_optimizer: bool = False, **unknown: NoReturn
+    ) -> None:
         """Load what `save` wrote, or the weights alone from a state dict of plain torch. Called on every rank.
 
         Args:
@@ -299,27 +312,10 @@ class Model:
             FileNotFoundError: There is no such file.
             ValueError: It is damaged, of another network, or the two files are of different saves.
         """
-        self._load(path, skip_mismatch, reset_optimizer)
+        arguments.refuse_unknown(self, "load", unknown)
+        from hapi import resuming
 
-    @group.naming_the_lost()
-    def _load(self, path: str | Path, skip_mismatch: bool = False, reset_optimizer: bool = False) -> Any:
-        """Load, and return the training state that was restored; None if there was none."""
-        # What rank 0 saved before this call is on the disk once it arrives here.
-        group.barrier()
-        wants_training = self.optimizer is not None and not reset_optimizer
-        weights, training = checkpoint.read_pair(path, wants_training)
-        if wants_training and weights.identity is not None and training is None:
-            checkpoint.warn_of_weights_alone(path)
-        skipped = checkpoint.differences(weights, self.network, skip_mismatch)
-        if training is not None and not skipped:
-            # First what may still be refused, so that an error leaves the network as it was.
-            self._engine.restore_training(training)
-        checkpoint.put_weights(weights, self.network, skipped)
-        if training is not None and not skipped:
-            self.epochs_trained = training["counters"]["epochs_trained"]
-            self.steps_trained = training["counters"]["steps_trained"]
-            return training
-        return None
+        resuming.load(self, path, skip_mismatch, reset_optimizer)
 
     def export(self, path: str | Path, example_inputs: Any = None) -> None:
         """Write an inference program: `x.pt2` (torch.export) or `x.onnx` (the extra `onnx`), for any batch size.
@@ -376,6 +372,11 @@ class Model:
         if self._engine.prepared.objective.missing and not holds_loss(outputs):
             return None, outputs
         return self._engine.loss_of(outputs, labels), outputs
+
+    if not TYPE_CHECKING:
+        # Nothing is there by these: they word errors, which type checkers are to find by themselves.
+        __call__ = arguments.refuse_call
+        __getattr__ = arguments.missing_attribute
 
     def __repr__(self) -> str:
         parts = [type(self.network).__name__, *([type(self.optimizer).__name__] if self.optimizer is not None else [])]

@@ -31,7 +31,7 @@ def start(model: Model, options: FitOptions) -> tuple[int, dict[str, Any] | None
     if source is None:
         _tell_of_others(options)
         return seed, None
-    state = model._load(source)
+    state = load(model, source)
     if state is None:
         raise ValueError(
             f"resume found weights at {source}, but no training state that belongs to them, so the run cannot go on. "
@@ -45,6 +45,29 @@ def start(model: Model, options: FitOptions) -> tuple[int, dict[str, Any] | None
     _tell_if_done(model, options, source, state["position"]["cursor"])
     # None: saved outside a fit.
     return seed if state["position"]["seed"] is None else state["position"]["seed"], state
+
+
+@group.naming_the_lost()
+def load(
+    model: Model, path: str | Path, skip_mismatch: bool = False, reset_optimizer: bool = False
+) -> dict[str, Any] | None:
+    """Load, as `Model.load` says, and return the training state that was restored; None if there was none."""
+    # What rank 0 saved before this call is on the disk once it arrives here.
+    group.barrier()
+    wants_training = model.optimizer is not None and not reset_optimizer
+    weights, training = checkpoint.read_pair(path, wants_training)
+    if wants_training and weights.identity is not None and training is None:
+        checkpoint.warn_of_weights_alone(path)
+    skipped = checkpoint.differences(weights, model.network, skip_mismatch)
+    if training is not None and not skipped:
+        # First what may still be refused, so that an error leaves the network as it was.
+        model._engine.restore_training(training)
+    checkpoint.put_weights(weights, model.network, skipped)
+    if training is not None and not skipped:
+        model.epochs_trained = training["counters"]["epochs_trained"]
+        model.steps_trained = training["counters"]["steps_trained"]
+        return training
+    return None
 
 
 def _tell_if_done(model: Model, options: FitOptions, source: str, cursor: Mapping[str, Any] | None) -> None:

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from hapi.distributed import group
+
 _NUMBERS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
 # What a signal does where nobody has asked for anything else. A handler of the script's own is left alone.
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
@@ -44,6 +46,8 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received = 0
+        # A terminal's Ctrl-C goes to every process, and one answer is enough.
+        self._answers = group.speaks_for_all()
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -65,7 +69,7 @@ class StopSignals:
         if self.received:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + signal.SIGTERM)
         self.received = number
-        if number == signal.SIGINT:
+        if number == signal.SIGINT and self._answers:
             # Not by print: the signal may have come in the middle of one.
             with contextlib.suppress(OSError):
                 os.write(2, b"\nhapi: stopping at the next optimizer step; press Ctrl-C again to stop at once\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, Dataset
 
 import hapi
-from hapi.batch import Splitter, leaves, map_tensors, move, size_of, split_positional
+from hapi.batch import Splitter, leaves, map_tensors, move, size_of, split_positional, tensor_of
 
 X = torch.arange(24.0).reshape(6, 4) / 24
 Y = torch.arange(6) % 3
@@ -664,3 +665,16 @@ def test_sum_and_count_weigh_batches() -> None:
         for parameter in twin.parameters():
             parameter -= 0.5 * parameter.grad
     assert all(map(torch.allclose, networks[0].parameters(), twin.parameters()))
+
+
+def test_arrays_that_may_not_be_written_to_are_copied():
+    array = np.arange(4.0, dtype="float32")
+    array.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tensor = tensor_of(array)
+    tensor += 1
+    assert array.tolist() == [0, 1, 2, 3] and tensor.tolist() == [1, 2, 3, 4]
+    assert tensor_of(np.float32(2.5)).item() == 2.5
+    writable = np.arange(4.0, dtype="float32")
+    assert tensor_of(writable).data_ptr() == writable.ctypes.data, "what may be written to is shared"

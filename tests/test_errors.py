@@ -881,7 +881,7 @@ def test_legacy_format(tmp_path: Path) -> None:
         (hapi.callbacks, "VisualDL", r"write hapi\.callbacks\.TensorBoard"),
         (hapi.callbacks, "TerminateOnNaN", r'write fit\(nan_policy="stop"\)'),
         (hapi.callbacks, "LRFinder", r"write hapi\.find_lr\(model, data\)"),
-        (hapi, "Modle", "has no attribute 'Modle'$"),
+        (hapi, "Zebra", "has no attribute 'Zebra'$"),
         (hapi.callbacks, "EarlyStoping", "has no attribute 'EarlyStoping'$"),
     ],
 )

@@ -72,6 +72,10 @@ def make_feed(data: Any, request: Request, device: torch.device) -> Feed:
         ValueError: It is empty, or options were given that contradict it.
     """
     _refuse_mistaken(data, request.name)
+    # Only for a process that reads data.
+    from hapi.data import foreign
+
+    foreign.refuse(data, request.name, group.get_world_size())
     if _can_be_compared(data):
         data = same_data(data, request.name)
     feed = _choose(data, request, device)
@@ -155,7 +159,7 @@ def _choose(data: Any, request: Request, device: torch.device) -> Feed:
             tell_of_the_sampler(data, request.name == "test_data")
         _refuse_options(request, "a DataLoader", "to the DataLoader")
         return loader_feed(data, device, request.seed, request.lockstep, request.floats)
-    if isinstance(data, IterableDataset):
+    if isinstance(data, IterableDataset) and not _is_batched_pipeline(data):
         return _iterable(data, request, device)
     source = as_batch_source(data, request.floats) if is_columns(data) or _is_map_style(data) else None
     if source is not None or _is_map_style(data):
@@ -181,30 +185,42 @@ def _choose(data: Any, request: Request, device: torch.device) -> Feed:
             if shards_itself(data)
             else BatchesFeed(data, device, request.seed)
         )
+    from hapi.data import foreign
+
     raise TypeError(
         f"{request.name} is of type {type(data).__name__}, which is neither a data set (with __getitem__ and __len__), "
-        "nor iterable, nor tensors. Pass a Dataset, a DataLoader, tensors such as (x, y), or a list of batches."
+        "nor iterable, nor tensors. Pass a Dataset, a DataLoader, tensors such as (x, y), or a list of batches"
+        f"{foreign.cure_for(data)}."
     )
 
 
 def has_own_batches(data: Any) -> bool:
     """Whether the data comes in batches already, so that a batch size is not ours to choose."""
-    return isinstance(data, DataLoader) or not (
-        isinstance(data, IterableDataset) or is_columns(data) or _is_map_style(data)
+    return (
+        isinstance(data, DataLoader)
+        or _is_batched_pipeline(data)
+        or not (isinstance(data, IterableDataset) or is_columns(data) or _is_map_style(data))
     )
 
 
 def _can_be_compared(data: Any) -> bool:
     if isinstance(data, DataLoader):
         return not isinstance(data.dataset, IterableDataset) and not shards_itself(data)
-    # An iterable data set inherits a __getitem__ that it does not have.
     iterable = isinstance(data, IterableDataset)
     return (is_columns(data) or _is_map_style(data)) and not iterable and not declares_shards(data)
 
 
+def _is_batched_pipeline(data: Any) -> bool:
+    from hapi.data import foreign
+
+    return foreign.is_batched_pipeline(data)
+
+
 def _is_map_style(data: Any) -> bool:
     return (
-        hasattr(data, "__getitem__")
+        # An iterable data set inherits a __getitem__ that it does not have.
+        not _is_batched_pipeline(data)
+        and hasattr(data, "__getitem__")
         and hasattr(data, "__len__")
         and not isinstance(data, list | tuple | dict | str | bytes)
     )

@@ -271,7 +271,10 @@ def declares_shards(part: Any) -> bool:
     declared = getattr(part, "sharded", None)
     if isinstance(declared, bool):
         return declared
-    return hasattr(part, "num_replicas") and hasattr(part, "rank")
+    # Only for a process that reads data.
+    from hapi.data import foreign
+
+    return (hasattr(part, "num_replicas") and hasattr(part, "rank")) or foreign.splits_among_ranks(part)
 
 
 def keeps_its_place(data: Any) -> bool:

@@ -113,11 +113,13 @@ class GivenWorkers:
     A copy with a `worker_init_fn` of ours would not do: what a loader counts, and where it stands, is asked of itself.
 
     Args:
-        data: The loader, or what has one as an attribute and passes its batches on. Anything else has no workers here.
+        data: The loader, or what has one as an attribute, or in a list that is one, and passes its batches on.
+            Anything else has no workers here.
     """
 
     def __init__(self, data: Any) -> None:
-        parts = (data, *getattr(data, "__dict__", {}).values())
+        values = list(getattr(data, "__dict__", {}).values())
+        parts = [data, *values, *(part for value in values if isinstance(value, list) for part in value)]
         self._loaders = [part for part in parts if isinstance(part, DataLoader) and part.num_workers]
         # Those of passes that have ended are gone.
         self._started: weakref.WeakSet[Any] = weakref.WeakSet()

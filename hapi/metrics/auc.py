@@ -15,10 +15,10 @@ class Auc(Metric):
 
     It is the chance that a sample of class 1 scores higher than one of class 0, a tie counting one half.
     Nothing is binned: all scores of the pass are kept, 5 to 9 bytes a sample, and gathered from all ranks at
-    its end.
+    its end. Where the labels of a pass are all of one class there is no curve, and the value is NaN.
 
     Outputs are (N,) or (N, 1), probabilities or logits alike, or (N, 2), the columns of class 0 and class 1,
-    likewise. Labels are 0 or 1, (N,) or (N, 1).
+    likewise. Labels are 0 or 1 (or -1 or 1), (N,) or (N, 1).
 
     Args:
         name: The key in logs.
@@ -39,9 +39,11 @@ class Auc(Metric):
 
         Raises:
             TypeError: Outputs or labels are not one tensor each.
-            ValueError: Their shapes do not fit each other, or there are more than two classes.
+            ValueError: Their shapes do not fit each other, or there are more than two classes or other labels.
         """
-        outputs, labels = align(self, *pair(self, outputs, labels))
+        outputs, labels = pair(self, outputs, labels)
+        # Whole numbers, such as votes, are scores as well.
+        outputs, labels = align(self, outputs if outputs.is_floating_point() else as_exact(outputs), labels, 2)
         if outputs.ndim > labels.ndim:
             if outputs.shape[1] != 2:
                 raise ValueError(

@@ -12,7 +12,12 @@ Forms of a batch that all of them take, ``C`` classes in dimension 1 as torch's 
 One column (the third form) holds probabilities or logits. Which of the two is decided at the end from all
 outputs of the pass: they are probabilities (threshold 0.5) if every one lies within [0, 1], logits (threshold
 0) otherwise. ``threshold=`` decides it instead. Labels equal to ``ignore_index`` are left out. Several classes at
-once in one sample (multi-label) are none of these forms.
+once in one sample (multi-label) are none of these forms. Labels of one column may also be -1 and 1, or
+probabilities, which are of class 1 above 0.5. Labels that are no numbers of classes are refused where they occur
+in the first batch of a pass, whose values are read.
+
+Equal outputs: the first class of the largest is the predicted one, and with ``topk`` which of them are among
+the largest is torch's choice.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from hapi.metrics.shapes import align, pair
 
 # Where one column turns to class 1: probabilities, logits.
 _BOTH_THRESHOLDS = (0.5, 0.0)
+_AVERAGES = ("macro", "weighted", "micro")
 
 
 class _Counting(Metric):
@@ -121,7 +127,8 @@ class Accuracy(_Counting):
 
         Raises:
             TypeError: Outputs or labels are not one tensor each.
-            ValueError: Their shapes do not fit each other, or ``topk`` is larger than the number of classes.
+            ValueError: Their shapes do not fit each other, labels are no class numbers, or ``topk`` is larger than
+                the number of classes.
         """
         outputs, labels = align(self, *pair(self, outputs, labels))
         ignored = self.ignore_index
@@ -195,10 +202,18 @@ class _Rate(_Counting):
         ignore_index: int | None = -100,
     ) -> None:
         super().__init__(name, threshold, ignore_index)
-        if average not in ("macro", "micro"):
+        if average not in _AVERAGES:
             raise ValueError(
-                f'{type(self).__name__} received average={average!r}, which is unknown. Write "macro" (mean over the '
-                'classes) or "micro" (over all samples).'
+                f"{type(self).__name__} received average={average!r}, which is unknown. With num_classes write "
+                '"macro" (mean over the classes), "weighted" (the same, by how often each occurs) or "micro" (over '
+                "all samples), without it nothing, for the value of class 1. A value for each class is given by "
+                "torchmetrics.ClasswiseWrapper."
+            )
+        if average != "macro" and num_classes is None:
+            raise ValueError(
+                f"{type(self).__name__} received average={average!r} without num_classes, so that there are no classes "
+                f"to average over: it gives the value of class 1. Write {type(self).__name__}(num_classes=10, "
+                f"average={average!r}), or leave average out."
             )
         if num_classes is not None and num_classes < 2:
             raise ValueError(
@@ -213,9 +228,9 @@ class _Rate(_Counting):
 
         Raises:
             TypeError: Outputs or labels are not one tensor each.
-            ValueError: Their shapes do not fit each other or ``num_classes``.
+            ValueError: Their shapes do not fit each other or ``num_classes``, or labels are no class numbers.
         """
-        outputs, labels = align(self, *pair(self, outputs, labels))
+        outputs, labels = align(self, *pair(self, outputs, labels), self.num_classes or 2)
         if self.num_classes is None:
             self._count(self._positive_scores(outputs, labels), labels)
             return
@@ -248,9 +263,16 @@ class _Rate(_Counting):
         # Left-out samples add 0 to some class: selecting the others would have to wait for the device.
         labels = torch.where(valid, labels, 0).long()
         ones = valid.long()
-        self.class_counts[0].index_add_(0, labels, ones * predicted.eq(labels))
-        self.class_counts[1].index_add_(0, predicted.long(), ones)
-        self.class_counts[2].index_add_(0, labels, ones)
+        try:
+            self.class_counts[0].index_add_(0, labels, ones * predicted.eq(labels))
+            self.class_counts[1].index_add_(0, predicted.long(), ones)
+            self.class_counts[2].index_add_(0, labels, ones)
+        except IndexError as error:
+            raise ValueError(
+                f"{type(self).__name__}(num_classes={self.num_classes}) received labels or predicted classes that are "
+                f"none of them: their numbers run from 0 to {self.num_classes - 1 if self.num_classes else 0}. Number "
+                "the classes from 0, and write ignore_index= for samples that are to be left out."
+            ) from error
 
     def result(self) -> Tensor:
         """The value; 0 where nothing was predicted or nothing was there."""
@@ -258,6 +280,9 @@ class _Rate(_Counting):
             return self._ratio(*self._counted()[:3])
         if self.average == "micro":
             return self._ratio(*self.class_counts.sum(1))
+        if self.average == "weighted":
+            actual = self.class_counts[2]
+            return (self._ratio(*self.class_counts) * actual).sum() / actual.sum().clamp(min=1)
         occurs = self.class_counts[1] + self.class_counts[2] > 0
         return self._ratio(*self.class_counts).sum() / occurs.sum().clamp(min=1)
 
@@ -276,7 +301,8 @@ class Precision(_Rate):
         num_classes: How many classes there are, to average over all of them. None: class 1 against class 0,
             from outputs of one or two columns.
         average: With ``num_classes``, ``"macro"``: the mean over the classes that occur in labels or
-            predictions; ``"micro"``: over all samples, whatever their class.
+            predictions; ``"weighted"``: the same, each class weighed by its number of labels; ``"micro"``: over
+            all samples, whatever their class.
         ignore_index: Samples with this label are left out. None: no such label.
     """
 

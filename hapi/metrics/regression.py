@@ -26,15 +26,21 @@ class _MeanError(Metric):
             labels: The same shape; (N,) and (N, 1) fit each other.
 
         Raises:
-            TypeError: Outputs or labels are not one tensor each.
+            TypeError: Outputs or labels are not one tensor each, or complex.
             ValueError: Their shapes do not fit each other.
         """
         outputs, labels = pair(self, outputs, labels)
+        if outputs.is_complex() or labels.is_complex():
+            raise TypeError(
+                f"{type(self).__name__} ({self.name!r}) received outputs of dtype {outputs.dtype} and labels of dtype "
+                f"{labels.dtype}, of which the imaginary part would be lost. Write a subclass whose update gives real "
+                "numbers: super().update(torch.view_as_real(outputs), torch.view_as_real(labels))."
+            )
         if outputs.shape != labels.shape:
             if {outputs.shape, labels.shape} != {labels.shape[:1], (*labels.shape[:1], 1)}:
                 raise misfit(self, outputs, labels)
             labels = labels.view_as(outputs)
-        self.total += self._errors(outputs.to(self.total.dtype) - labels).sum()
+        self.total += self._errors(outputs.to(self.total.dtype) - labels.to(self.total.dtype)).sum()
         self.elements += labels.numel()
 
     def result(self) -> Tensor:

@@ -9,15 +9,17 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from hapi.metrics.base import Metric
+from hapi.batch import is_array, is_counted, tensor_of
+from hapi.metrics.base import Metric, as_exact
 
 
 def pair(metric: Metric, outputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
-    """Outputs and labels, one tensor each.
+    """Outputs and labels, one tensor each; NumPy's arrays as tensors.
 
     Raises:
         TypeError: There are several of them, or none.
     """
+    outputs, labels = (tensor_of(value, torch.float64) if is_array(value) else value for value in (outputs, labels))
     for noun, value in (("outputs", outputs), ("labels", labels)):
         if not isinstance(value, Tensor):
             cls = next(kind.__name__ for kind in type(metric).__mro__ if kind.__module__.startswith("hapi."))
@@ -37,26 +39,39 @@ def pair(metric: Metric, outputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
     return outputs, labels
 
 
-def align(metric: Metric, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def align(metric: Metric, outputs: Tensor, labels: Tensor, classes: int | None = None) -> tuple[Tensor, Tensor]:
     """Outputs and class numbers of a classification.
+
+    Args:
+        metric: Whose they are.
+        outputs: As `pair` gives them.
+        labels: Likewise.
+        classes: How many there are, where outputs that are class numbers do not tell.
 
     Returns:
         Outputs (N, C, ...) with C > 1 and labels (N, ...), or, where there is one output a sample, both (N,
         ...).
 
     Raises:
-        ValueError: The shapes do not fit each other.
+        ValueError: The shapes do not fit each other, or labels are no class numbers.
     """
     given = outputs, labels
+    if not outputs.ndim or not labels.ndim:
+        raise misfit(metric, *given)
     if outputs.ndim > 1 and outputs.shape[1] == 1:
         outputs = outputs.squeeze(1)
     elif outputs.ndim > 1 and outputs.is_floating_point():
+        classes = outputs.shape[1]
         if labels.shape == outputs.shape:
             _refuse_several(metric, labels)
-            labels = labels.argmax(1)
-        expected = outputs.shape[:1] + outputs.shape[2:]
-        return outputs, _squeezed(metric, labels, expected, given)
-    return outputs, _squeezed(metric, labels, outputs.shape, given)
+            # Booleans have no largest one.
+            return outputs, (labels.byte() if labels.dtype == torch.bool else labels).argmax(1)
+        labels = _squeezed(metric, labels, outputs.shape[:1] + outputs.shape[2:], given)
+        _look_at_numbers(metric, outputs, labels, classes)
+        return outputs, labels
+    labels = _squeezed(metric, labels, outputs.shape, given)
+    _look_at_numbers(metric, outputs, labels, 2 if outputs.is_floating_point() else classes)
+    return outputs, labels
 
 
 def _squeezed(metric: Metric, labels: Tensor, shape: torch.Size, given: tuple[Tensor, Tensor]) -> Tensor:
@@ -84,6 +99,51 @@ def _refuse_several(metric: Metric, labels: Tensor) -> None:
             "one. Use torchmetrics.classification's Multilabel metrics, or a function of outputs and labels that gives "
             "a value for each sample: ((outputs > 0) == (labels > 0.5)).float().mean(1)."
         )
+
+
+def _look_at_numbers(metric: Metric, outputs: Tensor, labels: Tensor, classes: int | None) -> None:
+    """Raise if labels are no numbers of classes, of which they would silently be another, or none.
+
+    Values are read in the first batch of a pass only.
+    """
+    if metric in _looked or not labels.numel():
+        return
+    _looked.add(metric)
+    ignored = getattr(metric, "ignore_index", None)
+    counted = labels.detach() if ignored is None else labels.masked_fill(~is_counted(labels, ignored), 0)
+    columns = outputs.ndim > labels.ndim
+    has_place = getattr(metric, "num_classes", None) is not None
+    # Where each class has a place, or has to be hit, rather than 1 told from 0.
+    matched = has_place or (columns and hasattr(metric, "topk"))
+    # A label below 0 is then none: one that the loss leaves out, say.
+    from_zero = matched and (has_place or ignored is not None)
+    _check_numbers(metric, "labels", counted, classes, from_zero, whole=matched and columns)
+    if not outputs.is_floating_point() and classes is not None:
+        _check_numbers(metric, "outputs", outputs, classes, has_place, whole=False)
+
+
+def _check_numbers(
+    metric: Metric, noun: str, values: Tensor, classes: int | None, from_zero: bool, whole: bool
+) -> None:
+    exact = as_exact(values)
+    low, high = exact.aminmax()
+    lowest, highest, fraction = torch.stack([low, high, (exact - exact.round()).abs().max()]).tolist()
+    received = f"{type(metric).__name__} ({metric.name!r}) received {noun} from {lowest:g} to {highest:g}"
+    if classes is not None and (highest >= classes or (from_zero and lowest < 0)):
+        raise _no_class(metric, received, classes, lowest)
+    # Of one column, labels may be probabilities, as smoothed ones are.
+    if fraction and whole:
+        raise ValueError(
+            f"{received} that are no whole numbers, for outputs of {classes} classes: class numbers are whole. For "
+            "quantities use MeanAbsoluteError or MeanSquaredError; class probabilities have the outputs' own shape."
+        )
+
+
+def _no_class(metric: Metric, received: str, classes: int, lowest: float) -> ValueError:
+    what = f"for {classes} classes, whose numbers run from 0 to {classes - 1}"
+    more = ", write num_classes= where there are more" if hasattr(metric, "num_classes") else ""
+    left_out = f", or write ignore_index={lowest:g} if such samples are to be left out" if lowest < 0 else ""
+    return ValueError(f"{received} {what}. Number the classes from 0{more}{left_out}.")
 
 
 def misfit(metric: Metric, outputs: Tensor, labels: Tensor) -> ValueError:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import tempfile
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from ranks import alone, same
 from torch.utils.data import IterableDataset
 
 import hapi
-from hapi import agreement, files
+from hapi import agreement, files, signals
 from hapi.distributed import group
 
 
@@ -288,3 +291,33 @@ def one_epoch_of_many(num_iters: int) -> tuple[int, int]:
 def test_num_iters_ends_a_fit_of_many_epochs(ranks, num_iters, epochs):
     # An epoch has 3 steps on two ranks.
     assert same(ranks(2).run(one_epoch_of_many, num_iters)) == (num_iters, epochs)
+
+
+class CtrlC(hapi.callbacks.Callback):
+    """A terminal's Ctrl-C, which every process of a run gets."""
+
+    def on_train_batch_begin(self, step, logs=None):
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupted() -> tuple[str, int]:
+    """What a rank writes to its standard error when it is interrupted, and the code that it ends with."""
+    before, kept = signal.signal(signal.SIGINT, signal.default_int_handler), os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            with pytest.raises(signals.StoppedByUser) as caught:
+                prepared().fit(ramp(12), batch_size=1, epochs=3, verbose=0, callbacks=CtrlC())
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            signal.signal(signal.SIGINT, before)
+        file.seek(0)
+        return file.read().decode(), caught.value.code
+
+
+def test_ctrl_c_is_answered_once(ranks):
+    (first, first_code), (second, second_code) = ranks(2).run(interrupted)
+    assert first.count("press Ctrl-C again to stop at once") == 1
+    assert (second, first_code, second_code) == ("", 130, 130)
