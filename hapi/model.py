@@ -276,6 +276,7 @@ class Model:
             TypeError: Something in it would be refused when loaded; the message names its key.
             OSError: The files cannot be written.
         """
+        arguments.check_switches(training=training)
         if not training and not checkpoint.is_tensorfile(path):
             text = str(path)
             self.export(text if text.endswith((".pt2", ".onnx")) else f"{text.removesuffix('.pt')}.pt2")
@@ -299,6 +300,7 @@ class Model:
             FileNotFoundError: There is no such file.
             ValueError: It is damaged, of another network, or the two files are of different saves.
         """
+        arguments.check_switches(skip_mismatch=skip_mismatch, reset_optimizer=reset_optimizer)
         self._load(path, skip_mismatch, reset_optimizer)
 
     @group.naming_the_lost()

@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("hapi.batch", "hapi.distributed"),
     ("hapi.data.order",),  # arithmetic that DistributedBatchSampler shares with the feeds
     ("hapi.device", "hapi.rng", "hapi.archive"),
-    ("hapi.distributed.launchers", "hapi._version"),
+    ("hapi.distributed.launchers", "hapi._version", "hapi.kinds"),
     ("hapi.distributed.leftovers",),
     ("hapi.distributed.environment",),
 )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hapi import kinds
 from hapi.callbacks.base import Callback, Logs
 from hapi.distributed import get_rank
 
@@ -21,9 +22,19 @@ class CSVLogger(Callback):
         path: The file; its folder is made.
         append: Go on with a file that is there instead of starting a new one.
         separator: The character between two columns.
+
+    Raises:
+        TypeError: An argument is of another kind.
+        ValueError: ``separator`` is not one character.
     """
 
     def __init__(self, path: str | os.PathLike[str], append: bool = False, separator: str = ",") -> None:
+        kinds.check(CSVLogger, locals())
+        if len(separator) != 1:
+            raise ValueError(
+                f"CSVLogger received separator={separator!r}, but one character stands between two columns. Write "
+                'separator=";", or leave it out.'
+            )
         self.path, self.append, self.separator = Path(path), append, separator
         self._columns: list[str] = []
         self._started = False

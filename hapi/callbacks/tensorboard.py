@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hapi import kinds
 from hapi.callbacks.base import Callback, Logs
 from hapi.distributed import get_rank
 
@@ -26,6 +27,7 @@ class TensorBoard(Callback):
 
     Raises:
         ImportError: tensorboard is not installed.
+        TypeError: An argument is of another kind.
         ValueError: ``log_freq`` is below 1.
     """
 
@@ -41,6 +43,7 @@ class TensorBoard(Callback):
                 f"TensorBoard received log_freq={log_freq!r}: it counts steps from 1. Write log_freq=10, or leave it "
                 "out to take fit's."
             )
+        kinds.check(TensorBoard, locals())
         self.log_dir, self.log_freq = Path(log_dir), log_freq
         self._writer: Any = None
         self._steps_before = 0
