@@ -79,7 +79,7 @@ def run(page: Path, folder: Path, environment: dict[str, str]) -> None:
             exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), vars(module))
         elif block.language == "sh" and runnable(block.code).strip():
             command = ["bash", "-euo", "pipefail", "-c", runnable(block.code)]
-            done = subprocess.run(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, timeout=240)
+            done = subprocess.run(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL)
             if done.returncode:
                 raise RuntimeError(f"{page}:{block.line}: exit code {done.returncode}\n{block.code}")
 

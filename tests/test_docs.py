@@ -32,7 +32,7 @@ def environment(**more: str) -> dict[str, str]:
 @pytest.mark.parametrize("pages", [PAGES[0::2], PAGES[1::2]], ids=["even", "odd"])
 def test_the_pages_run_as_they_stand(pages: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", docs_pages.__file__, str(tmp_path / "pages"), *pages]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.findall(r"passed (\S+)", done.stdout) == pages
     assert "Warning" not in done.stderr, done.stderr
