@@ -4,6 +4,7 @@
 # make test-launchers   the MNIST example under every launcher, installed for that (Debian and root for some of them;
 #                       HAPI_DATA_HOME; 8 minutes). HAPI_LAUNCHERS_OPTIONAL=1: what cannot be installed is left out
 # make lint     ruff and mypy
+# make docs     the documentation, into build/docs; a warning is an error
 # make bench    the benchmarks of the README (full MNIST; several minutes)
 # make clean    removes what these commands have made, .venv included
 #
@@ -17,7 +18,7 @@ ARGS ?=
 python := $(or $(PYTHON),$(VENV)/bin/python)
 pip := $(python) -m pip --disable-pip-version-check install
 
-.PHONY: help demo test test-slow test-launchers lint bench clean install
+.PHONY: help demo test test-slow test-launchers lint docs bench clean install
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -43,6 +44,11 @@ lint: install
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy hapi
+
+docs: needs := mkdocs mkdocstrings
+docs: install
+	$(python) tools/make_errors_page.py
+	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict --quiet
 
 bench: install
 	$(python) benchmarks/bench_fit.py $(ARGS)

@@ -12,7 +12,7 @@ import torch
 from hapi.datasets.batches import PIXELS, read_batch, read_names
 from hapi.datasets.download import Archive
 from hapi.datasets.files import Loaded, default_root, md5_of, read_each
-from hapi.datasets.images import ImageDataset, check_mode, check_root, check_transform
+from hapi.datasets.images import ImageDataset, check_mode, check_root, check_switch, check_transform
 from hapi.datasets.store import Published, load
 
 
@@ -46,6 +46,7 @@ class _Cifar(ImageDataset):
         check_mode(self._name, mode)
         check_root(self._name, root)
         check_transform(self._name, transform)
+        check_switch(self._name, download=download)
         base = default_root() if root is None else Path(root).expanduser()
         files = (*self._files, self._meta)
         published = Published(self._name, self._folder, files, self._read_file, self._archives)

@@ -156,6 +156,16 @@ class ImageDataset(Dataset[tuple[Any, int]]):
         return position % len(self)
 
 
+def check_switch(name: str, **switches: Any) -> None:
+    """Raise TypeError unless all of them are True or False."""
+    for switch, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(
+                f"{name} received {switch}={value!r:.60}, of type {type(value).__name__}, which is neither True nor "
+                f"False. Write {switch}=True, or leave it out."
+            )
+
+
 def check_mode(name: str, mode: Any) -> None:
     """Raise ValueError unless the mode names a part."""
     if mode not in ("train", "test"):

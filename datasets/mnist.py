@@ -15,7 +15,7 @@ import torch
 from hapi.datasets.download import Archive
 from hapi.datasets.files import Broken, Loaded, Unusable, default_root, read_each
 from hapi.datasets.idx import Idx, read_idx, read_idx_stream
-from hapi.datasets.images import ImageDataset, check_mode, check_root, check_transform
+from hapi.datasets.images import ImageDataset, check_mode, check_root, check_switch, check_transform
 from hapi.datasets.store import Published, load
 
 _PREFIX = {"train": "train", "test": "t10k"}
@@ -115,6 +115,7 @@ class MNIST(_IdxImages):
         check_mode(self._name, mode)
         check_root(self._name, root)
         check_transform(self._name, transform)
+        check_switch(self._name, download=download)
         loaded, base = self._read(root, mode, download)
         super().__init__(loaded, mode, base, transform)
 
@@ -162,6 +163,7 @@ class FashionMNIST(_IdxImages):
         check_mode(self._name, mode)
         check_root(self._name, root)
         check_transform(self._name, transform)
+        check_switch(self._name, download=download, sample=sample)
         if sample and root is not None:
             raise ValueError(
                 f"FashionMNIST received root={str(root)!r} and sample=True, but the sample lies in the "

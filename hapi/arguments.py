@@ -339,6 +339,12 @@ def check_switch(name: str, value: Any) -> None:
         raise TypeError(f"{name} received {value!r:.60}, which is neither True nor False. Write {name}=True.")
 
 
+def check_switches(**switches: Any) -> None:
+    """Several of them, by name."""
+    for name, value in switches.items():
+        check_switch(name, value)
+
+
 def check_prepare(loss: Any, strategy: Any, clip_grad_norm: Any, **switches: Any) -> None:
     """The arguments of prepare that no other part checks.
 
@@ -346,8 +352,7 @@ def check_prepare(loss: Any, strategy: Any, clip_grad_norm: Any, **switches: Any
         TypeError: The loss is nothing that can be called, the norm is no number, or a switch neither on nor off.
         ValueError: The strategy is unknown, or the norm is not above zero.
     """
-    for name, value in switches.items():
-        check_switch(name, value)
+    check_switches(**switches)
     parts = loss if isinstance(loss, list | tuple) else [loss]
     if not parts:
         raise ValueError(

@@ -14,7 +14,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_unflatten
 
-from hapi import files, modes
+from hapi import files, kinds, modes
 from hapi.batch import Inputs, leaves, map_tensors
 
 
@@ -31,6 +31,7 @@ def export(network: nn.Module, path: str | Path, inputs: Inputs | None) -> None:
         RuntimeError: The network cannot be traced.
         ImportError: ONNX was asked for without its extra.
     """
+    kinds.check(export, {"path": path})
     target = Path(path)
     if target.suffix not in (".pt2", ".onnx"):
         raise ValueError(

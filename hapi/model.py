@@ -286,6 +286,7 @@ class Model:
             TypeError: Something in it would be refused when loaded; the message names its key.
             OSError: The files cannot be written.
         """
+        arguments.check_switches(training=training)
         if not training and not checkpoint.is_tensorfile(path):
             text = str(path)
             self.export(text if text.endswith((".pt2", ".onnx")) else f"{text.removesuffix('.pt')}.pt2")

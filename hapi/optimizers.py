@@ -55,7 +55,7 @@ def make_optimizer(optimizer: Any, network: nn.Module, loss: nn.Module | None) -
             'parameters each, torch.optim.SGD([{"params": a, "lr": 0.1}, {"params": b}], lr=0.01); networks that are '
             "trained in turn, such as a GAN's, get a Model each, and alternate by train_batch."
         )
-    if callable(optimizer):
+    if callable(optimizer) and not isinstance(optimizer, nn.Module):
         made = optimizer(parameters)
         if isinstance(made, torch.optim.Optimizer):
             return made

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hapi import checkpoint, cursor, files, rng
-from hapi.arguments import FitOptions
+from hapi.arguments import FitOptions, check_switches
 from hapi.callbacks.terminal import say
 from hapi.data import Feed
 from hapi.distributed import group
@@ -52,6 +52,7 @@ def load(
     model: Model, path: str | Path, skip_mismatch: bool = False, reset_optimizer: bool = False
 ) -> dict[str, Any] | None:
     """Load, as `Model.load` says, and return the training state that was restored; None if there was none."""
+    check_switches(skip_mismatch=skip_mismatch, reset_optimizer=reset_optimizer)
     # What rank 0 saved before this call is on the disk once it arrives here.
     group.barrier()
     wants_training = model.optimizer is not None and not reset_optimizer

@@ -178,6 +178,7 @@ def evaluate(model: Model, data: Any, callbacks: Any, options: PassOptions) -> d
 @group.naming_the_lost()
 def predict(model: Model, data: Any, callbacks: Any, options: PassOptions, stack_outputs: bool) -> Any:
     """Predict; see `Model.predict`."""
+    arguments.check_switches(stack_outputs=stack_outputs)
     with _single_pass(model, "predict", data, callbacks, options, {"stack_outputs": stack_outputs}) as (run, feed):
         return loop.predict(run, feed, stack_outputs)
 

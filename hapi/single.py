@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hapi import modes
-from hapi.batch import Inputs, floats_for, map_tensors, move, size_of
+from hapi.arguments import check_switches
+from hapi.batch import Inputs, floats_for, leaves, map_tensors, move, size_of
 from hapi.distributed import group
 from hapi.metrics.tally import Tally
 from hapi.step import Outcome, Stepper
@@ -25,6 +26,7 @@ def train_batch(engine: Engine, inputs: Any, labels: Any, update: bool) -> dict[
             "train_batch was called without an optimizer, so nothing would move the weights. "
             "Write model.prepare(torch.optim.Adam(model.parameters(), lr=1e-3), loss) before it."
         )
+    check_switches(update=update)
     stepper = engine.ready()
     placed, placed_labels, size = _placed(engine, stepper, inputs, labels)
     _refuse_no_samples("train_batch", size)
@@ -63,6 +65,11 @@ def predict_batch(engine: Engine, inputs: Any) -> Any:
 
 
 def _placed(engine: Engine, stepper: Stepper, inputs: Any, labels: Any) -> tuple[Inputs, Any, int]:
+    if next(leaves(inputs), None) is None:
+        raise TypeError(
+            f"inputs received {inputs!r:.60}, of type {type(inputs).__name__}, which holds no tensor to compute on. "
+            "Write torch.tensor(rows), samples along its first dimension, or a tuple or dict of such tensors."
+        )
     floats = floats_for(engine.network)
     chosen = move(engine.splitter.as_inputs(inputs), stepper.device, floats)
     engine.remember(chosen)

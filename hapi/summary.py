@@ -59,6 +59,9 @@ def summary(
             "summary received both input_size and inputs, and would not know which to run. "
             "Pass input_size=(1, 3, 32, 32) or inputs=batch, not both."
         )
+    for kind in dtype if isinstance(dtype, list | tuple) else dtype.values() if isinstance(dtype, Mapping) else [dtype]:
+        if kind is not None:
+            _as_dtype(kind)
     if inputs is None and input_size is not None:
         inputs = make_inputs(network, input_size, dtype)
     trace = Trace()

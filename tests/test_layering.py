@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("hapi.data.order",),  # arithmetic that DistributedBatchSampler shares with the feeds
     ("hapi.data.permutation",),
     ("hapi.device", "hapi.rng", "hapi.archive", "hapi.elsewhere"),
-    ("hapi.distributed.launchers", "hapi._version"),
+    ("hapi.distributed.launchers", "hapi._version", "hapi.kinds"),
     ("hapi.distributed.leftovers",),
     ("hapi.distributed.environment",),
 )

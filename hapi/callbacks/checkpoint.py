@@ -45,6 +45,7 @@ class ModelCheckpoint(Saver):
             ranks. ``"continue"``: it warns, and training goes on.
 
     Raises:
+        TypeError: An argument is of another kind.
         ValueError: A number is not positive, ``mode`` or ``on_save_error`` is unknown, ``save_top_k`` lacks a
             ``monitor``.
     """
@@ -66,17 +67,21 @@ class ModelCheckpoint(Saver):
         asynchronous: bool = False,
         on_save_error: str = "stop",
     ) -> None:
+        from hapi import kinds  # not with `import hapi`
+
         counts = {
             "save_freq": save_freq, "every_n_steps": every_n_steps, "keep_last": keep_last, "save_top_k": save_top_k
         }  # fmt: skip
         for name, value in counts.items():
             _check_count(name, value)
+        kinds.check(ModelCheckpoint, locals())
         _check_rest(every_seconds, on_save_error, save_top_k, monitor)
         self.save_freq, self.save_dir, self.monitor, self.verbose = save_freq, save_dir, monitor, verbose
         self.every_n_steps, self.every_seconds = every_n_steps, every_seconds
         self.keep_last, self.save_top_k = keep_last, save_top_k
         self.on_save_error = on_save_error
-        self._watch = Monitor("ModelCheckpoint", monitor, mode) if monitor is not None else None
+        watch = Monitor("ModelCheckpoint", monitor or "", mode)
+        self._watch = watch if monitor is not None else None
         self._writer = _writer() if asynchronous else None
         self._retention = Retention(keep_last, save_top_k)
         self._unsaved: int | None = None

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hapi import kinds
 from hapi.callbacks.base import Callback, Logs
 from hapi.distributed import get_rank
 
@@ -23,10 +24,18 @@ class CSVLogger(Callback):
         separator: The character between two columns.
 
     Raises:
-        ValueError: When a fit begins: the file that is to be gone on with is another table.
+        TypeError: An argument is of another kind.
+        ValueError: ``separator`` is not one character; when a fit begins: the file that is to be gone on with is
+            another table.
     """
 
     def __init__(self, path: str | os.PathLike[str], append: bool = False, separator: str = ",") -> None:
+        kinds.check(CSVLogger, locals())
+        if len(separator) != 1:
+            raise ValueError(
+                f"CSVLogger received separator={separator!r}, but one character stands between two columns. Write "
+                'separator=";", or leave it out.'
+            )
         self.path, self.append, self.separator = Path(path), append, separator
         self._columns: list[str] = []
         self._started = False

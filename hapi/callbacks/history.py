@@ -57,6 +57,9 @@ class History(Callback):
             ImportError: matplotlib is not installed.
             RuntimeError: There is nothing to draw, or nowhere to show it.
         """
+        from hapi import kinds  # not with `import hapi`
+
+        kinds.check(History.plot, {"path": path})
         if not self.epoch:
             raise RuntimeError("This History holds no epoch, so there is nothing to draw. Call fit first.")
         try:

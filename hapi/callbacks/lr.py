@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hapi import kinds
 from hapi.callbacks.base import Callback, Logs
 from hapi.callbacks.monitor import Monitor
 from hapi.callbacks.terminal import note, number
@@ -20,12 +21,14 @@ class LRScheduler(Callback):
         by_epoch: True: after each epoch. With neither given, the model's own interval stays.
 
     Raises:
+        TypeError: An argument is of another kind.
         ValueError: Both are True, or both False.
     """
 
     _on_all_ranks = True
 
     def __init__(self, by_step: bool | None = None, by_epoch: bool | None = None) -> None:
+        kinds.check(LRScheduler, locals())
         if by_step is not None and by_step == by_epoch:
             raise ValueError(
                 f"LRScheduler received by_step={by_step} and by_epoch={by_epoch}: a scheduler steps at one of the "
@@ -74,6 +77,7 @@ class ReduceLROnPlateau(Callback):
         min_lr: What it is not lowered below.
 
     Raises:
+        TypeError: An argument is of another kind.
         ValueError: ``factor`` is not between 0 and 1, ``patience`` or ``cooldown`` is negative, ``mode`` is
             unknown or cannot be told from the name.
     """
@@ -91,6 +95,7 @@ class ReduceLROnPlateau(Callback):
         cooldown: int = 0,
         min_lr: float = 0,
     ) -> None:
+        kinds.check(ReduceLROnPlateau, locals())
         if not 0 < factor < 1:
             raise ValueError(
                 f"ReduceLROnPlateau received factor={factor}: it would not lower the rate. Write factor=0.1."

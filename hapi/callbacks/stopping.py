@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from hapi import kinds
 from hapi.callbacks.base import SAVING, Callback, Logs
 from hapi.callbacks.checkpoint import ModelCheckpoint, save_on_rank_0
 from hapi.callbacks.monitor import Monitor
@@ -32,6 +33,7 @@ class EarlyStopping(Callback):
         stopped_epoch: The number, from 1, of the epoch after which it stopped; None: it did not.
 
     Raises:
+        TypeError: An argument is of another kind.
         ValueError: ``mode`` is unknown or cannot be told from the name, ``patience`` is negative.
     """
 
@@ -49,6 +51,7 @@ class EarlyStopping(Callback):
         baseline: float | None = None,
         save_best_model: bool = True,
     ) -> None:
+        kinds.check(EarlyStopping, locals())
         if patience < 0:
             raise ValueError(
                 f"EarlyStopping received patience={patience}: epochs are counted from 0 on. Write patience=0."

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hapi import kinds
 from hapi.callbacks import tracking
 from hapi.callbacks.base import Logs
 from hapi.distributed import get_rank
@@ -35,8 +36,8 @@ class TensorBoard(tracking.Curves):
 
     Raises:
         ImportError: tensorboard is not installed.
+        TypeError: An argument is of another kind; ``hparams`` or ``images`` cannot be shown.
         ValueError: ``log_freq`` or ``image_count`` is below 1.
-        TypeError: ``hparams`` or ``images`` cannot be shown.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class TensorBoard(tracking.Curves):
         classes: Sequence[str] | None = None,
     ) -> None:
         super().__init__(log_freq)
+        kinds.check(TensorBoard, locals())
         tracking.require("TensorBoard", "tensorboard")
         if not tracking.counts(image_count):
             raise ValueError(

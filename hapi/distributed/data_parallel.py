@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hapi import kinds
 from hapi.distributed import group
 
 
@@ -26,10 +27,19 @@ class DataParallel(nn.Module):
         network: On its device.
         find_unused_parameters: Search in each step for parameters that the loss does not reach.
         options: Further options of DistributedDataParallel.
+
+    Raises:
+        TypeError: The network is no module, or an argument of another kind.
     """
 
     def __init__(self, network: nn.Module, find_unused_parameters: bool = False, **options: Any) -> None:
         super().__init__()
+        kinds.check(DataParallel, locals())
+        if not isinstance(network, nn.Module):
+            raise TypeError(
+                f"DataParallel received {network!r:.100}, of type {type(network).__name__}, which is no "
+                "torch.nn.Module. Write DataParallel(network), with the object and not its class."
+            )
         group.start()
         self.network = network
         self._wrapped: list[DistributedDataParallel] = []

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hapi import kinds
 from hapi.distributed import group
 from hapi.distributed.data_parallel import DataParallel
 
@@ -28,6 +29,9 @@ class DistributedStrategy:
     fuse_grad_size_in_MB: float = 25
     ddp_options: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        kinds.check(DistributedStrategy, vars(self))
+
 
 _strategy = DistributedStrategy()
 
@@ -40,9 +44,16 @@ def init(is_collective: bool = True, strategy: DistributedStrategy | None = None
         strategy: For the models that `distributed_model` wraps from now on.
 
     Raises:
+        TypeError: An argument is of another kind.
         ValueError: Parameter servers were asked for.
     """
     global _strategy
+    kinds.check(init, locals())
+    if strategy is not None and not isinstance(strategy, DistributedStrategy):
+        raise TypeError(
+            f"fleet.init received strategy={strategy!r:.60}, of type {type(strategy).__name__}, which has none of the "
+            "options that are read. Write fleet.DistributedStrategy(), or leave it out."
+        )
     if not is_collective:
         raise ValueError(
             "fleet.init received is_collective=False, which asks for parameter servers, and hapi has none. "
@@ -56,8 +67,14 @@ def distributed_model(network: nn.Module) -> DataParallel:
     """The network with gradients averaged over the processes, as the strategy of `init` says.
 
     Raises:
+        TypeError: The network is no module.
         ValueError: SyncBatchNorm was asked for on the CPU.
     """
+    if not isinstance(network, nn.Module):
+        raise TypeError(
+            f"fleet.distributed_model received {network!r:.100}, of type {type(network).__name__}, which is no "
+            "torch.nn.Module. Write fleet.distributed_model(network), with the object and not its class."
+        )
     if _strategy.sync_batch_norm:
         if next((p.device.type for p in network.parameters()), "cpu") == "cpu":
             raise ValueError(
@@ -76,7 +93,16 @@ def distributed_model(network: nn.Module) -> DataParallel:
 def distributed_optimizer(
     optimizer: torch.optim.Optimizer, strategy: DistributedStrategy | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer as it is: gradients are averaged before it sees them."""
+    """The optimizer as it is: gradients are averaged before it sees them.
+
+    Raises:
+        TypeError: It is no optimizer.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"fleet.distributed_optimizer received {optimizer!r:.60}, of type {type(optimizer).__name__}, which is no "
+            "optimizer. Write fleet.distributed_optimizer(torch.optim.Adam(network.parameters()))."
+        )
     return optimizer
 
 

@@ -208,8 +208,14 @@ def checked_options(options: dict[str, Any] | None) -> dict[str, Any]:
     """The options of DistributedDataParallel that `prepare` was given.
 
     Raises:
+        TypeError: They are no dict.
         ValueError: One is unknown, or contradicts how hapi uses DDP.
     """
+    if options is not None and not isinstance(options, dict):
+        raise TypeError(
+            f"ddp_options received {options!r:.60}, of type {type(options).__name__}, which names no options of "
+            'DistributedDataParallel. Write ddp_options={"bucket_cap_mb": 50}.'
+        )
     options = dict(options or {})
     refused = [name for name in ("find_unused_parameters", "static_graph") if options.pop(name, False)]
     if refused:

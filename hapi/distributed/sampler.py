@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sized
 
 from torch.utils.data import Sampler
 
+from hapi import kinds
 from hapi.data.order import GlobalOrder
 from hapi.distributed import group
 
@@ -27,6 +28,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         seed: Of the order.
 
     Raises:
+        TypeError: The data set has no length, or an argument is of another kind.
         ValueError: A number is out of range.
     """
 
@@ -40,6 +42,12 @@ class DistributedBatchSampler(Sampler[list[int]]):
         drop_last: bool = False,
         seed: int = 0,
     ) -> None:
+        kinds.check(DistributedBatchSampler, locals())
+        if not hasattr(dataset, "__len__"):
+            raise TypeError(
+                f"DistributedBatchSampler received dataset={dataset!r:.60}, of type {type(dataset).__name__}, "
+                "which has no length to share out. Write DistributedBatchSampler(data, batch_size), data map-style."
+            )
         self.dataset = dataset
         self.batch_size = batch_size
         self.num_replicas = group.get_world_size() if num_replicas is None else num_replicas

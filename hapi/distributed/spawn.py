@@ -70,6 +70,7 @@ def spawn(
 
     Raises:
         SpawnError: A process raised, was ended, or ended before the function returned. All others are ended.
+        TypeError: There is no function to call, or an argument is of another kind.
         ValueError: So many processes or these cards cannot be had.
         RuntimeError: The function cannot be sent to another process.
     """
@@ -77,10 +78,23 @@ def spawn(
         raise ValueError(
             f"spawn received nprocs={nprocs!r}: it counts processes. Write 1 or more, or -1 for all cards."
         )
+    from hapi import kinds  # not with `import hapi`
+
+    kinds.check(spawn, locals())
+    _check_call(func, args)
     spawned = Spawned(_pack(func, tuple(args)), _place(nprocs, gpus), daemon, backend, waits=join)
     if not join:
         return spawned
     return spawned.join()
+
+
+def _check_call(func: Any, args: Any) -> None:
+    name, wrong = ("func", func) if not callable(func) else ("args", args)
+    if not callable(func) or not isinstance(args, Sequence):
+        raise TypeError(
+            f"spawn received {name}={wrong!r:.60}, of type {type(wrong).__name__}, but a function is called with the "
+            "arguments of a tuple. Write spawn(train, args=(config,))."
+        )
 
 
 class Spawned:
@@ -196,6 +210,11 @@ def _place(nprocs: int, gpus: str | Sequence[int] | None) -> Placement:
     from hapi.distributed.launch.devices import place
     from hapi.distributed.launch.options import UsageError, parse_devices
 
+    if gpus is not None and not isinstance(gpus, Sequence):
+        raise TypeError(
+            f"spawn received gpus={gpus!r:.60}, of type {type(gpus).__name__}, which is no list of cards. Write "
+            'gpus=[0, 1], or gpus="cpu" for none.'
+        )
     text = gpus if gpus is None or isinstance(gpus, str) else ",".join(map(str, gpus))
     processes = None if nprocs == -1 else nprocs
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

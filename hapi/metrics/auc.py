@@ -29,6 +29,9 @@ class Auc(Metric):
     kinds: list[Tensor]
 
     def __init__(self, name: str = "auc", *, ignore_index: int | None = -100) -> None:
+        from hapi import kinds  # not with `import hapi`
+
+        kinds.check(Auc, locals())
         super().__init__(name)
         self.ignore_index = ignore_index
         self.add_state("scores", torch.empty(0), reduce="cat")

@@ -57,6 +57,9 @@ class Metric:
 
     def __init__(self, name: str | None = None) -> None:
         if name is not None:
+            from hapi import kinds  # not with `import hapi`
+
+            kinds.check(Metric, locals())
             self.name = name
 
     @property
@@ -79,7 +82,7 @@ class Metric:
             ValueError: The name is not a free attribute name, the reduction is unknown, or the default does
                 not fit it.
         """
-        if not name.isidentifier() or hasattr(self, name):
+        if not isinstance(name, str) or not name.isidentifier() or hasattr(self, name):
             raise ValueError(
                 f"{type(self).__name__}.add_state received the name {name!r}, which is not a free attribute name: "
                 "each state becomes an attribute of the metric. Choose another name."

@@ -110,6 +110,9 @@ class Accuracy(_Counting):
         threshold: float | None = None,
         ignore_index: int | None = -100,
     ) -> None:
+        from hapi import kinds  # not with `import hapi`
+
+        kinds.check(Accuracy, locals())
         super().__init__(name, threshold, ignore_index)
         self.topk = _checked_topk(topk)
         self._names = [name] if self.topk == (1,) else [f"{name}_top{k}" for k in self.topk]
@@ -201,6 +204,9 @@ class _Rate(_Counting):
         average: str = "macro",
         ignore_index: int | None = -100,
     ) -> None:
+        from hapi import kinds  # not with `import hapi`
+
+        kinds.check(_Rate, locals())
         super().__init__(name, threshold, ignore_index)
         if average not in _AVERAGES:
             raise ValueError(

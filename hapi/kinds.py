@@ -1,0 +1,82 @@
+"""Arguments of constructors and functions against the kinds that their annotations name.
+
+Imported where something is constructed, not by `import hapi`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Mapping
+from numbers import Real
+from os import PathLike
+from typing import Any
+
+
+def check(owner: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """See that arguments are of the kinds that a signature names; what it names beside those below is left alone.
+
+    Args:
+        owner: The class or function. Its annotations are texts, as `from __future__ import annotations` makes them.
+        given: Argument -> value, such as `locals()` at the start of its body. Where it holds `self`, messages name
+            that object's class, which may be a subclass.
+
+    Raises:
+        TypeError: A value is of another kind.
+    """
+    name = type(given["self"]).__name__ if "self" in given else owner.__name__
+    signature = inspect.signature(owner.__init__ if isinstance(owner, type) else owner)  # type: ignore[misc]
+    for parameter in signature.parameters.values():
+        if parameter.name in given and parameter.name != "self":
+            _check_one(name, parameter, given[parameter.name])
+
+
+def _check_one(owner: str, parameter: inspect.Parameter, value: Any) -> None:
+    words = [word.strip() for word in str(parameter.annotation).split("|")]
+    kinds = [_KINDS.get(word.partition("[")[0]) for word in words]
+    if any(kind is None or kind.fits(value) for kind in kinds):
+        return
+    # What is asked for first; None is only what leaves it out.
+    wanted = next(kind for kind in kinds if kind is not None)
+    default = parameter.default
+    example = wanted.example if default in (parameter.empty, None, "") else repr(default)
+    leave_out = "" if default is parameter.empty else ", or leave it out"
+    raise TypeError(
+        f"{owner} received {parameter.name}={value!r:.60}, of type {type(value).__name__}, which is not {wanted.name}. "
+        f"Write {parameter.name}={example}{leave_out}."
+    )
+
+
+class _Kind:
+    """What values an annotation admits, how messages call it, and an example."""
+
+    def __init__(self, name: str, example: str, fits: Callable[[Any], bool]) -> None:
+        self.name, self.example, self.fits = name, example, fits
+
+
+def _is_whole(value: Any) -> bool:
+    if isinstance(value, bool):
+        return False
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_switch(value: Any) -> bool:
+    # 0 and 1, and NumPy's, are as good. By type first: arrays compare element by element.
+    return not hasattr(value, "__len__") and value in (True, False)
+
+
+_PATH = _Kind("a path", '"runs/1"', lambda value: isinstance(value, str | PathLike))
+_KINDS = {
+    "int": _Kind("a whole number", "1", _is_whole),
+    "float": _Kind("a number", "0.1", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
+    "bool": _Kind("True or False", "True", _is_switch),
+    "str": _Kind("a text", '"name"', lambda value: isinstance(value, str)),
+    "dict": _Kind("a dict", "{}", lambda value: isinstance(value, Mapping)),
+    "os.PathLike": _PATH,
+    "Path": _PATH,
+    "None": _Kind("None", "None", lambda value: value is None),
+}
