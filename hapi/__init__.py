@@ -14,7 +14,8 @@ from hapi.rng import seed
 if TYPE_CHECKING:
     from hapi import datasets, debug
     from hapi.flop_count import flops
-    from hapi.tuning import find_batch_size, find_lr
+    from hapi.sizing import find_batch_size
+    from hapi.tuning import find_lr
 
 
 __all__ = [
@@ -36,7 +37,7 @@ __all__ = [
 
 # Imported on first use, so that `import hapi` stays light.
 _ON_DEMAND = {
-    "find_batch_size": "hapi.tuning",
+    "find_batch_size": "hapi.sizing",
     "find_lr": "hapi.tuning",
     "flops": "hapi.flop_count",
 }

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from hapi import summary as table
+from hapi.batch import leaves
 from hapi.distributed import group
 
 __all__ = ["flops"]
@@ -49,6 +50,11 @@ def flops(network: Any, input_size: Any = None, dtype: Any = None, inputs: Any =
         raise TypeError(
             f"flops received {'neither' if inputs is None else 'both'} input_size and inputs; it counts what one "
             "forward pass does. Pass input_size=(1, 3, 32, 32), or inputs=batch."
+        )
+    if inputs is not None and next(leaves(inputs), None) is None:
+        raise TypeError(
+            f"flops received inputs={inputs!r:.80}, of type {type(inputs).__name__}, which holds no tensor. Pass what "
+            "the network takes, inputs=batch, or input_size=(1, 3, 32, 32)."
         )
     if inputs is None:
         inputs = table.make_inputs(network, input_size, dtype)

@@ -75,6 +75,7 @@ _KINDS = {
     "float": _Kind("a number", "0.1", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
     "bool": _Kind("True or False", "True", _is_switch),
     "str": _Kind("a text", '"name"', lambda value: isinstance(value, str)),
+    "Mapping": _Kind("a dict", "{}", lambda value: isinstance(value, Mapping)),
     "dict": _Kind("a dict", "{}", lambda value: isinstance(value, Mapping)),
     "os.PathLike": _PATH,
     "Path": _PATH,

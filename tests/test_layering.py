@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[1]
 # Imports run downwards. Entries of one line do not import each other; a package is one entry.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("hapi",),
-    ("hapi.model", "hapi.tuning", "hapi.debug"),
+    ("hapi.model", "hapi.sizing", "hapi.debug"),
+    ("hapi.tuning",),
     ("hapi.session", "hapi.single", "hapi.flop_count"),
     ("hapi.loop", "hapi.engine", "hapi.report", "hapi.summary", "hapi.export", "hapi.trial"),
     ("hapi.resuming",),

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 import hapi
-from hapi import tuning
+from hapi import sizing
 from hapi.callbacks import EMA, Callback, CSVLogger, EarlyStopping, ModelCheckpoint, Profiler
 from hapi.trial import untouched
 
@@ -269,7 +269,7 @@ def narrow(room: int, **options: Any) -> hapi.Model:
 @pytest.fixture
 def _any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU as a device that tells when its memory is used up."""
-    monkeypatch.setattr(tuning, "_runs_out", lambda device: True)
+    monkeypatch.setattr(sizing, "_runs_out", lambda device: True)
 
 
 @pytest.mark.usefixtures("_any_device")

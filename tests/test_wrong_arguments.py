@@ -62,6 +62,7 @@ BY_NAME: dict[str, tuple[Any, ...]] = {
 # Texts that may be anything, and numbers below zero: not wrong, or found out later.
 FREE_TEXTS = {
     "monitor", "name", "path", "save_dir", "log_dir", "root", "gpus", "backend", "resume", "batch_size", "topk",
+    "project", "entity", "dir", "job_type", "experiment", "run_name", "tracking_uri",
 }  # fmt: skip
 MAY_BE_NEGATIVE = {"n", "seed", "ignore_index", "verbose", "baseline"}
 # How many inputs and labels a batch has, or their names, shows with the first batch; Paddle's second strategy is taken
@@ -70,6 +71,8 @@ LATER = {
     ("hapi.Model", "inputs"),
     ("hapi.Model", "labels"),
     ("hapi.distributed.fleet.distributed_optimizer", "strategy"),
+    # A CPU, where no size can be found, is refused before.
+    ("hapi.find_batch_size", "train_data"),
 }
 # What makes a call a right one but for the argument under test.
 RIGHT: dict[str, Any] = {
@@ -161,6 +164,8 @@ def test_a_wrong_argument_is_refused_in_words(
     parameters = inspect.signature(call).parameters.values()
     given = {p.name: RIGHT[p.name] for p in parameters if p.default is p.empty and p.name in RIGHT}
     given |= {"verbose": 0} if name in ("hapi.Model.fit", "hapi.Model.evaluate", "hapi.Model.predict") else {}
+    given |= {"model": model()} if any(p.name == "model" for p in parameters) else {}
+    given |= {"input_size": (2, 4)} if (name, argument) == ("hapi.flops", "dtype") else {}
     given |= {"nprocs": 1} if name == "hapi.distributed.spawn" else {}
     try:
         with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from hapi import checkpoint
+from hapi import checkpoint, kinds
 from hapi.callbacks.base import Callback, Logs
 from hapi.distributed import group
 
@@ -57,6 +57,7 @@ class EMA(Callback):
     _on_all_ranks = True
 
     def __init__(self, decay: float = 0.999, warmup: bool = True, in_evaluation: bool = True) -> None:
+        kinds.check(EMA, {"warmup": warmup, "in_evaluation": in_evaluation})
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay < 1:
             raise ValueError(
                 f"EMA received decay={decay!r}: it is the part of the average that stays in a step, above 0 and below "

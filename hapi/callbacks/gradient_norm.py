@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hapi import kinds
 from hapi.callbacks.base import Callback, Logs
 
 
@@ -28,6 +29,7 @@ class GradientNorm(Callback):
     """
 
     def __init__(self, log_freq: int | None = None, name: str = "grad_norm") -> None:
+        kinds.check(GradientNorm, {"name": name})
         if log_freq is not None and (isinstance(log_freq, bool) or not isinstance(log_freq, int) or log_freq < 1):
             raise ValueError(
                 f"GradientNorm received log_freq={log_freq!r}: it counts steps from 1. Write log_freq=10, or leave it "

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from hapi import kinds
 from hapi.callbacks import settings, tracking
 from hapi.callbacks.terminal import say
 
@@ -49,6 +50,7 @@ class MLflowCallback(tracking.Tracker):
         tags: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(log_freq)
+        kinds.check(MLflowCallback, locals())
         tracking.require("MLflowCallback", "mlflow")
         self.experiment, self.run_name, self.tracking_uri = experiment, run_name, tracking_uri
         self._chosen = settings.checked("MLflowCallback", "params", params)

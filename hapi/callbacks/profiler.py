@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from hapi import kinds
 from hapi.callbacks.base import Callback, Logs
 from hapi.callbacks.terminal import note
 from hapi.distributed import get_rank
@@ -41,6 +42,7 @@ class Profiler(Callback):
         table: The tables as text.
 
     Raises:
+        TypeError: An argument is of another kind.
         ValueError: A count is too small.
     """
 
@@ -58,8 +60,9 @@ class Profiler(Callback):
         with_stack: bool = False,
         verbose: int = 1,
     ) -> None:
+        kinds.check(Profiler, locals())
         for name, value, least in (("wait", wait, 0), ("warmup", warmup, 1), ("active", active, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if value < least:
                 raise ValueError(
                     f"Profiler received {name}={value!r}: it is a number of steps, from {least} on. Write wait=1, "
                     "warmup=1, active=3."

@@ -54,6 +54,11 @@ class TensorBoard(tracking.Curves):
         super().__init__(log_freq)
         kinds.check(TensorBoard, locals())
         tracking.require("TensorBoard", "tensorboard")
+        if classes is not None and (isinstance(classes, str) or not isinstance(classes, Sequence)):
+            raise TypeError(
+                f"TensorBoard received classes={classes!r:.60}, of type {type(classes).__name__}, which is no list of "
+                'names. Write classes=["cat", "dog"], or leave it out to take those of the data.'
+            )
         if not tracking.counts(image_count):
             raise ValueError(
                 f"TensorBoard received image_count={image_count!r}: it counts images from 1. Write image_count=16."

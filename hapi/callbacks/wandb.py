@@ -6,7 +6,10 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from hapi import kinds
 from hapi.callbacks import settings, tracking
+
+_MODES = ("online", "offline", "disabled", "shared")
 
 
 class WandbCallback(tracking.Tracker):
@@ -46,6 +49,12 @@ class WandbCallback(tracking.Tracker):
         **kwargs: Any,
     ) -> None:
         super().__init__(log_freq)
+        kinds.check(WandbCallback, locals())
+        if mode not in (None, *_MODES):
+            raise ValueError(
+                f"WandbCallback received mode={mode!r}, which is unknown. Write mode={' or '.join(map(repr, _MODES))}, "
+                "or leave it out."
+            )
         tracking.require("WandbCallback", "wandb")
         given = {"project": project, "entity": entity, "name": name, "dir": dir, "mode": mode, "job_type": job_type}
         self._options = {key: value for key, value in given.items() if value is not None} | kwargs

@@ -210,9 +210,9 @@ class _Rate(_Counting):
         super().__init__(name, threshold, ignore_index)
         if average not in _AVERAGES:
             raise ValueError(
-                f"{type(self).__name__} received average={average!r}, which is unknown. With num_classes write "
-                '"macro" (mean over the classes), "weighted" (the same, by how often each occurs) or "micro" (over '
-                "all samples), without it nothing, for the value of class 1. A value for each class is given by "
+                f"{type(self).__name__} received average={average!r}, which is unknown. Write, with num_classes, "
+                'average="macro" (mean over the classes), "weighted" (the same, by how often each occurs) or "micro" '
+                "(over all samples), without it nothing, for the value of class 1. A value for each class is given by "
                 "torchmetrics.ClasswiseWrapper."
             )
         if average != "macro" and num_classes is None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hapi
-from hapi import tuning
+from hapi import sizing
 
 X = torch.randn(45, 6, generator=torch.Generator().manual_seed(1))
 Y = X[:, :3].argmax(1)
@@ -38,13 +38,13 @@ def trials(*, by_loader: bool = False) -> dict[str, Any]:
 def refuse() -> str:
     net = nn.Linear(6, 3)
     model = hapi.Model(net).prepare("sgd", nn.CrossEntropyLoss())
-    known, tuning._runs_out = tuning._runs_out, lambda device: True
+    known, sizing._runs_out = sizing._runs_out, lambda device: True
     try:
         hapi.find_batch_size(model, (X, Y))
     except RuntimeError as error:
         return str(error)
     finally:
-        tuning._runs_out = known
+        sizing._runs_out = known
     return ""
 
 
