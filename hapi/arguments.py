@@ -210,7 +210,8 @@ def alike(prepared: Any) -> dict[str, Any]:
         ],
         "amp_configs": prepared.precision.dtype,
         "clip_grad_norm": prepared.clip_grad_norm,
-        "sync_batchnorm": prepared.sync_batchnorm,
+        "sync_batchnorm": prepared.switches.sync_batchnorm,
+        "channels_last": prepared.switches.channels_last,
     }
 
 
@@ -345,14 +346,25 @@ def check_switches(**switches: Any) -> None:
         check_switch(name, value)
 
 
-def check_prepare(loss: Any, strategy: Any, clip_grad_norm: Any, **switches: Any) -> None:
+@dataclass(frozen=True)
+class Switches:
+    """What of `Model.prepare` is on or off."""
+
+    compile: bool
+    sync_batchnorm: bool
+    channels_last: bool
+
+    def __post_init__(self) -> None:
+        check_switches(**vars(self))
+
+
+def check_prepare(loss: Any, strategy: Any, clip_grad_norm: Any) -> None:
     """The arguments of prepare that no other part checks.
 
     Raises:
-        TypeError: The loss is nothing that can be called, the norm is no number, or a switch neither on nor off.
+        TypeError: The loss is nothing that can be called, or the norm is no number.
         ValueError: The strategy is unknown, or the norm is not above zero.
     """
-    check_switches(**switches)
     parts = loss if isinstance(loss, list | tuple) else [loss]
     if not parts:
         raise ValueError(

@@ -83,9 +83,14 @@ class Engine:
     def split(self, batch: Any, needs_labels: bool = True) -> tuple[Inputs, Any]:
         """A batch on the device into inputs and labels; see `Splitter`."""
         inputs, labels = self.splitter(batch, needs_labels)
+        inputs = self.laid_out(inputs)
         if not self._shapes_known:
             self.remember(inputs)
         return inputs, labels
+
+    def laid_out(self, inputs: Inputs) -> Inputs:
+        """Inputs in the layout that was asked for."""
+        return map_tensors(_channels_last, inputs) if self.prepared.switches.channels_last else inputs
 
     def remember(self, inputs: Inputs) -> None:
         """Keep the shapes and dtypes of inputs, for `example`; their values are let go."""
@@ -209,6 +214,10 @@ class Engine:
             prepared.scaler.load_state_dict(state["scaler"])
         elif prepared.scaler is None:
             prepared.scaler_state = state["scaler"]
+
+
+def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
 def _state_of(part: Any) -> dict[str, Any] | None:

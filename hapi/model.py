@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
-from hapi import arguments, checkpoint, checks, session, single
+from hapi import arguments, checkpoint, session, single
 from hapi.batch import Inputs, Splitter, call_network
 from hapi.callbacks import History
 from hapi.distributed import group
@@ -77,6 +77,7 @@ class Model:
         strategy: str = "auto",
         sync_batchnorm: bool = False,
         ddp_options: dict[str, Any] | None = None,
+        channels_last: bool = False,
         **unknown: NoReturn,
     ) -> Model:
         """Set what training and evaluation use. May be called again.
@@ -95,6 +96,7 @@ class Model:
             strategy: "auto" or "ddp": several processes train in data parallel either way.
             sync_batchnorm: Let BatchNorm see the global batch. Needs an accelerator.
             ddp_options: Further options of DistributedDataParallel.
+            channels_last: Keep images and convolutions in torch's channels-last layout, which is often faster.
 
         Returns:
             The model itself.
@@ -104,11 +106,9 @@ class Model:
             TypeError: An argument cannot serve.
         """
         arguments.refuse_unknown(self, "prepare", unknown)
-        arguments.check_prepare(loss, strategy, clip_grad_norm, compile=compile, sync_batchnorm=sync_batchnorm)
+        arguments.check_prepare(loss, strategy, clip_grad_norm)
         objective = Objective(loss)
         made = make_optimizer(optimizer, self.network, objective.module)
-        if made is not None:
-            checks.optimizer_parameters(made, self.network, objective.module)
         prepared = Prepared(
             optimizer=made,
             objective=objective,
@@ -116,8 +116,7 @@ class Model:
             precision=Precision(amp_configs),
             schedule=make_schedule(scheduler, scheduler_interval, made),
             clip_grad_norm=clip_grad_norm,
-            compile=compile,
-            sync_batchnorm=sync_batchnorm,
+            switches=arguments.Switches(compile, sync_batchnorm, channels_last),
             ddp_options=checked_options(ddp_options),
         )
         # Not before all of it is checked.

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hapi import checks
+
 _BY_NAME: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
@@ -18,7 +20,7 @@ _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 def make_optimizer(optimizer: Any, network: nn.Module, loss: nn.Module | None) -> torch.optim.Optimizer | None:
-    """The optimizer that `prepare` was given, made if it is a name or a callable.
+    """The optimizer that `prepare` was given, made if it is a name or a callable, and seen to hold these parameters.
 
     Args:
         optimizer: None, an optimizer, "sgd", "adam" or "adamw" (learning rate 1e-3), or a callable that makes one
@@ -27,11 +29,17 @@ def make_optimizer(optimizer: Any, network: nn.Module, loss: nn.Module | None) -
         loss: A loss with parameters of its own, which it gets too, or None.
 
     Raises:
-        ValueError: The name is unknown, or nothing can be trained.
+        ValueError: The name is unknown, nothing can be trained, or it is of another network.
         TypeError: It is none of these.
     """
-    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer
+    if optimizer is None:
+        return None
+    made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _made(optimizer, network, loss)
+    checks.optimizer_parameters(made, network, loss)
+    return made
+
+
+def _made(optimizer: Any, network: nn.Module, loss: nn.Module | None) -> torch.optim.Optimizer:
     modules = [network] if loss is None else [network, loss]
     # One that both hold is one.
     parameters = [*dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad)]

@@ -29,6 +29,9 @@ def announce(stepper: Stepper, train: Feed, options: FitOptions) -> None:
         parts.append(f"{train.samples} samples")
     if train.steps is not None:
         parts.append(f"{train.steps} steps per epoch")
+    threads = group.shared_out_threads()
+    if threads is not None:
+        parts.append(f"{threads} thread{'s' if threads > 1 else ''} per process (OMP_NUM_THREADS decides otherwise)")
     if options.accumulate_grad_batches > 1:
         parts.append(f"{options.accumulate_grad_batches} steps per update")
     say("hapi: " + "; ".join(parts))

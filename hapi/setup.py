@@ -15,6 +15,7 @@ from hapi.step import Prepared
 
 # Not those that the user has compiled.
 _compiled_here: WeakSet[nn.Module] = WeakSet()
+_laid_out_here: WeakSet[nn.Module] = WeakSet()
 
 
 def start(network: nn.Module, prepared: Prepared) -> torch.device:
@@ -29,7 +30,7 @@ def start(network: nn.Module, prepared: Prepared) -> torch.device:
     group.start()
     _refuse_lazy(network)
     device = _place(network, prepared)
-    if prepared.sync_batchnorm:
+    if prepared.switches.sync_batchnorm:
         if device.type == "cpu":
             raise ValueError(
                 "sync_batchnorm=True was given, but the network is on the CPU, where torch has no SyncBatchNorm. "
@@ -37,7 +38,8 @@ def start(network: nn.Module, prepared: Prepared) -> torch.device:
             )
         if any(isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm) for m in network.modules()):
             nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
-    _compile(network, prepared.compile)
+    _lay_out(network, prepared.switches.channels_last)
+    _compile(network, prepared.switches.compile)
     return device
 
 
@@ -72,6 +74,16 @@ def _move_optimizer_state(optimizer: torch.optim.Optimizer | None) -> None:
             # 0-dim step counters stay where the optimizer has put them.
             if isinstance(value, torch.Tensor) and value.dim() > 0:
                 state[name] = value.to(parameter.device)
+
+
+def _lay_out(network: nn.Module, channels_last: bool) -> None:
+    """The layout of convolutions' weights; values and names are the same in either."""
+    if channels_last:
+        network.to(memory_format=torch.channels_last)
+        _laid_out_here.add(network)
+    elif network in _laid_out_here:
+        network.to(memory_format=torch.contiguous_format)
+        _laid_out_here.discard(network)
 
 
 def _compile(network: nn.Module, wanted: bool) -> None:

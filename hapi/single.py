@@ -71,7 +71,7 @@ def _placed(engine: Engine, stepper: Stepper, inputs: Any, labels: Any) -> tuple
             "Write torch.tensor(rows), samples along its first dimension, or a tuple or dict of such tensors."
         )
     floats = floats_for(engine.network)
-    chosen = move(engine.splitter.as_inputs(inputs), stepper.device, floats)
+    chosen = engine.laid_out(move(engine.splitter.as_inputs(inputs), stepper.device, floats))
     engine.remember(chosen)
     values = list(chosen.values()) if isinstance(chosen, dict) else chosen
     return chosen, move(engine.splitter.as_labels(labels), stepper.device, floats), size_of(values)

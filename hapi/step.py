@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hapi import checks
+from hapi.arguments import Switches
 from hapi.batch import Inputs, call_network, leaves, map_tensors
 from hapi.distributed import group
 from hapi.distributed.parallel import GradientExchange, Replica
@@ -62,8 +63,7 @@ class Prepared:
     precision: Precision
     schedule: Schedule | None
     clip_grad_norm: float | None
-    compile: bool
-    sync_batchnorm: bool
+    switches: Switches
     ddp_options: dict[str, Any] | None
     scaler: torch.amp.GradScaler | None = None
     scaler_state: dict[str, Any] | None = None

@@ -31,12 +31,13 @@ _pid: int | None = None
 _control: tuple[Any, Any] | None = None
 _store: Any = None
 _timeout: float | None = None
+_threads: int | None = None
 _has_said = False
 
 
 def start() -> None:
     """Join the process group that the launcher asks for; nothing to do when alone or when already joined."""
-    global _launch, _own, _store, _timeout
+    global _launch, _own, _store, _timeout, _threads
     if is_initialized():
         # The user's own, or Ray's: used as it is, and left to whoever made it.
         _take_the_rank()
@@ -69,6 +70,10 @@ def start() -> None:
         ) from error
     _launch, _own, _store = launch, dist.group.WORLD, store
     atexit.register(_stop)
+    if launch.world_size > 1:
+        from hapi.distributed import threads
+
+        _threads = threads.share_out(gather_objects)
 
 
 def _take_the_rank() -> None:
@@ -255,6 +260,11 @@ def launcher_name() -> str:
     if launch is not None:
         return launch.launcher
     return "process group" if is_initialized() else "none"
+
+
+def shared_out_threads() -> int | None:
+    """How many threads this process was given of those of its cores; None: that was left as it was."""
+    return _threads
 
 
 def backend_name() -> str:

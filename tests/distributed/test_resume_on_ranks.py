@@ -14,12 +14,20 @@ OTHERS = tuple(kind for kind in resume_within.KINDS if kind not in FEW)
     ("world", "kinds"),
     [
         (3, FEW),
-        *(pytest.param(*more, marks=pytest.mark.slow) for more in [(3, OTHERS), (2, FEW), (2, OTHERS), (4, FEW)]),
+        *(
+            pytest.param(*more, marks=pytest.mark.slow)
+            for more in [(3, OTHERS), (2, FEW), (2, (*OTHERS, "compiled")), (4, FEW)]
+        ),
     ],
 )
 def test_the_same_bits(ranks, tmp_path, world, kinds):
     for kind in kinds:
         ranks(world).run(resume_within.check, kind, tmp_path / kind)
+
+
+@pytest.mark.slow
+def test_what_other_ranks_had_seen_is_needed(ranks, tmp_path):
+    assert ranks(2).run(resume_within.without_a_rank, tmp_path) == [True, True]
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2), (2, 4)])

@@ -52,6 +52,12 @@ def restarted() -> None:
     say(f"rank {group.get_rank()} finished in round {os.environ['TORCHELASTIC_RESTART_COUNT']}")
 
 
+def threads_of_each() -> None:
+    """How many threads this process computes with, and whether that was shared out."""
+    group.start()
+    say(f"{torch.get_num_threads()} {group.shared_out_threads()}")
+
+
 def left_alone() -> None:
     """Rank 1 starts a child, then leaves without a word; rank 0 ends a little later."""
     group.start()

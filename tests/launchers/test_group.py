@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hapi.distributed import host, rendezvous
+from hapi.distributed import host, rendezvous, threads
 from hapi.distributed.launchers import LaunchInfo
 
 ROOT = Path(__file__).parents[2]
@@ -192,11 +192,14 @@ def test_addresses_of_this_host() -> None:
 # --- real processes ----------------------------------------------------------------------------------------------
 
 
-def start(name: str, **environ: str) -> subprocess.Popen[str]:
+def start(name: str, *, without: str = "", **environ: str) -> subprocess.Popen[str]:
     kept = {name: value for name, value in os.environ.items() if not re.match("HAPI_|TORCHELASTIC_", name)}
+    environ = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HAPI_TIMEOUT": "30", **environ}
+    kept.pop(without, None)
+    environ.pop(without, None)
     return subprocess.Popen(
         [sys.executable, str(SCRIPTS), name],
-        env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HAPI_TIMEOUT": "30", **environ},
+        env={**kept, **environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -238,6 +241,36 @@ def test_processes_that_part(tmp_path: Path) -> None:
     assert abs(int(told["extraInfo"]["timestamp"]) - time.time()) < 100
 
     assert finish(users) == (0, "process group: 1\nstill there at exit: True\n", "")
+
+
+def test_processes_share_out_the_threads_of_their_cores() -> None:
+    port, other = free_port(), free_port()
+    unsaid = [start("threads_of_each", without="OMP_NUM_THREADS", **of_two(rank, port)) for rank in (0, 1)]
+    said = [start("threads_of_each", **of_two(rank, other), OMP_NUM_THREADS="2") for rank in (0, 1)]
+    cores = len(threads.place()[1])
+    fair = max(1, cores // 2)
+    for process in unsaid:
+        code, out, err = finish(process)
+        assert (code, out) == (0, f"{fair} {fair if cores > 1 else None}\n"), err
+    for process in said:
+        code, out, err = finish(process)
+        assert (code, out) == (0, "2 None\n"), err
+
+
+@pytest.mark.parametrize(
+    ("cores", "expected"),
+    [
+        ([(0, 1, 2, 3)] * 2, [2, 2]),
+        ([(0, 1), (2, 3)], [2, 2]),  # each bound to cores of its own
+        ([(0, 1), (2, 3), (0, 1), (2, 3)], [1, 1, 1, 1]),
+        ([(0,)] * 3, [1, 1, 1]),
+        ([tuple(range(8))] * 3, [2, 2, 2]),
+    ],
+)
+def test_cores_that_are_shared_are_shared_out(cores: list[tuple[int, ...]], expected: list[int]) -> None:
+    ranks = [("a", those) for those in cores]
+    others = [("b", tuple(range(64)))]
+    assert [threads.fair_share([*ranks, *others], rank) for rank in ranks] == expected
 
 
 def test_restarts_find_a_fresh_store() -> None:
