@@ -184,7 +184,7 @@ class Stepper:
             if inputs is not None:
                 value, carried, outcome = self.exchange.forward(inputs, labels, size, window_total)
                 self._agree_on_form(outcome, window_total)
-                self._backpropagate(value, carried, outcome, size, window_total)
+                self._backpropagate(value, carried, outcome, size, window_total, last)
             else:
                 self._pass_without_samples(window_total)
         self.window_open = True
@@ -216,8 +216,9 @@ class Stepper:
         self._without_samples = map_tensors(lambda tensor: tensor.to(self.device), empty)
 
     def _backpropagate(
-        self, value: torch.Tensor, carried: torch.Tensor | None, outcome: Outcome, size: int, window_total: int | None
-    ) -> None:
+        self, value: torch.Tensor, carried: torch.Tensor | None, outcome: Outcome, size: int,
+        window_total: int | None, last: bool,
+    ) -> None:  # fmt: skip
         if self._form is not None and self._form.counted:
             factor = carried_factor = 1 / self._form.scale if carried is not None else 1.0
         elif window_total is not None:
@@ -229,10 +230,10 @@ class Stepper:
         if self.prepared.scaler is not None:
             objective = self.prepared.scaler.scale(objective)
         # The probe's part stays outside the scaling, so that its gradient is the weight itself.
-        if carried is None:
-            objective.backward()  # type: ignore[no-untyped-call]
-        else:
-            torch.autograd.backward([objective, carried * carried_factor])
+        roots, gradients = self.exchange.roots(last, carried is not None)
+        if carried is not None:
+            roots, gradients = [carried * carried_factor, *roots], [None, *gradients]
+        torch.autograd.backward([objective, *roots], [None, *gradients])
 
     def _agree_on_form(self, outcome: Outcome | None, window_total: int | None) -> None:
         """Before the first backward of a fit: whether the loss knows its own weight, and how large that is.
@@ -333,8 +334,7 @@ class Stepper:
         # Alone and with nothing to wait for, a batch's own mean is the window's.
         own = self._world_size == 1 and window_total == size
         if loss.weight is None:
-            carries = window_total is None or self._world_size > 1
-            return loss.value, self._probe() * size if carries else None, outcome
+            return loss.value, self._probe() * size if window_total is None else None, outcome
         if own:
             return loss.value / _nonzero(loss.weight), None, outcome
         probe = self._probe()

@@ -4,9 +4,9 @@ DDP wraps a small module that holds the network *and* what computes the loss fro
 parameters of its own, or calls methods of the network, is reduced rightly.
 
 DDP waits for a gradient of every parameter. Which ones a batch has reached is seen after its backward pass, by their
-gradients; a second, tiny pass then gives zeros to the others, and in `Replica.marks` tells the other ranks which they
-were. So nothing is searched for, no flag is asked of the user, and a parameter that no rank has reached keeps no
-gradient, as in one process: optimizers leave it alone.
+gradients; where there are others, a second, tiny pass gives zeros to them, and `Replica.marks` tells the other ranks
+which they were. So nothing is searched for, no flag is asked of the user, and a parameter that no rank has reached
+keeps no gradient, as in one process: optimizers leave it alone.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class GradientExchange:
 
     def begin_window(self) -> None:
         """Called before each window, on every rank: a parameter that was frozen or freed needs a new wrap."""
-        self._passes = 0
+        self._passes, self._marked = 0, False
         if self._alone:
             return
         group.meet()
@@ -140,6 +140,23 @@ class GradientExchange:
         self._before = [_Contents.of(p) if self._passes > 1 else None for p in self._shared]
         return _NOTHING
 
+    def roots(self, last: bool, carried: bool) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """What the backward pass of a batch starts from besides its loss, and the gradients of that.
+
+        Usually a batch reaches every parameter, and with these DDP then has all that it waits for.
+
+        Args:
+            last: Whether the window ends with this pass.
+            carried: Whether the probe is reached by the loss's own graph.
+        """
+        # The marks are put right in DDP's own memory, where it is the gradient's too.
+        if self._wrapped is None or not last or not self._wrapped.gradient_as_bucket_view:
+            return [], []
+        self._marked = True
+        if carried:
+            return [self.replica.marks], [self._all_reached]
+        return [self.replica.marks, self.replica.probe], [self._all_reached, self._nothing]
+
     def complete(self) -> None:
         """Called after the last backward of each window, on every rank: closes what DDP still waits for."""
         if self._wrapped is None:
@@ -147,10 +164,21 @@ class GradientExchange:
         marks = self.replica.marks
         reached = [parameter.grad is not None for parameter in self._trained]
         everything = all(reached)
+        if self._marked and everything and self._passes == 1:
+            marks.grad = None
+            return
         own_marks = self._all_reached if everything else self._all_reached.new_tensor(reached)
         pairs = zip(self._shared, self._before, strict=True)
         waiting = [p for p, before in pairs if p.grad is None or (before is not None and before.still_of(p))]
-        torch.autograd.backward([marks, *waiting], [own_marks, *(self._zero(p) for p in waiting)])
+        roots, zeros = list(waiting), [self._zero(p) for p in waiting]
+        if self._marked:
+            # Their bucket is the last one, which is not sent before all others are.
+            if not everything and marks.grad is not None:
+                marks.grad.mul_(own_marks)
+        else:
+            roots, zeros = [marks, *roots], [own_marks, *zeros]
+        if roots:
+            torch.autograd.backward(roots, zeros)
         if not everything and marks.grad is not None:
             for parameter, part in zip(self._trained, marks.grad.tolist(), strict=True):
                 if part == 0:
@@ -163,6 +191,7 @@ class GradientExchange:
         self._shared = [*self._trained, self.replica.probe]
         self._sparse = _with_sparse_gradients(self.replica)
         self._all_reached = torch.ones(len(self._trained), device=self.replica.probe.device)
+        self._nothing = torch.zeros_like(self.replica.probe)
         self.replica.marks = nn.Parameter(torch.zeros_like(self._all_reached))
         # Its own sync would fail on dtypes that backends do not know; `Stepper.sync` does not.
         ignored: Any = [name for name, buffer in self.replica.named_buffers() if buffer.dtype not in _EXCHANGED]
