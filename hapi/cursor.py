@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from hapi.data import BEGINNING, Feed, Start
 from hapi.distributed import group
 from hapi.metrics.tally import Tally
@@ -59,15 +61,18 @@ class Cursor:
         self._step = 0
         self._tally: Tally | None = None
         self._at_edge = True
+        self._reads = False
         self._ranks: list[Any] | None = None
 
     def begin_epoch(self, start: Start, tally: Tally) -> None:
         """An epoch starts, or is gone on with."""
         self._start, self._step, self._tally, self._ranks = start, start.step, tally, None
+        self._reads = False
 
     def begin_window(self) -> None:
         """Batches of the next optimizer step are read: values that belong to it are no longer those of the last."""
         self._at_edge, self._ranks = False, None
+        self._reads = True
 
     def end_window(self, steps: int) -> None:
         """The optimizer step was taken, on so many batches a rank."""
@@ -78,6 +83,7 @@ class Cursor:
     def end_epoch(self) -> None:
         """The epoch is over, its evaluation included."""
         self._start, self._step, self._tally, self._ranks = BEGINNING, 0, None, None
+        self._reads = False
 
     def gather(self) -> None:
         """Bring together what the ranks hold, for a save that follows. A collective."""
@@ -116,7 +122,10 @@ class Cursor:
         return {"values": values, "data": self._data_state(), "dataset": dataset}
 
     def _data_state(self) -> Any:
-        return self._feed.state(self._tally is not None)
+        if self._start.data is not None and not self._reads:
+            # Nothing was read since the run was resumed.
+            return self._start.data
+        return self._feed.state(self._reads)
 
 
 def place(state: Mapping[str, Any], feed: Feed, same_world: bool) -> tuple[Within | None, str | None]:
@@ -140,6 +149,8 @@ def place(state: Mapping[str, Any], feed: Feed, same_world: bool) -> tuple[Withi
     if dataset is not None and feed.stateful is not None:
         feed.stateful.load_state_dict(dataset)
     if within is None:
+        if not same_world and ranks is not None and not all(_equal(rank["data"], ranks[0]["data"]) for rank in ranks):
+            data, lost = None, "each process had a place of its own in this data, which begins anew"
         feed.restore(data)
         return None, lost
     changed = _changed(state, feed, same_world)
@@ -152,6 +163,17 @@ def place(state: Mapping[str, Any], feed: Feed, same_world: bool) -> tuple[Withi
         return Within(start, (), within["learning_rate"]), lost
     values = [rank["values"] for rank in (ranks if not same_world else ranks[group.get_rank() :][:1])]
     return Within(start, values if same_world or group.get_rank() == 0 else (), within["learning_rate"]), None
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two states of data are the same."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return type(one) is type(other) and bool(one == other)
 
 
 def _changed(state: Mapping[str, Any], feed: Feed, same_world: bool) -> str | None:

@@ -14,7 +14,7 @@ from hapi.agreement import Agreement
 from hapi.batch import Inputs, map_tensors
 from hapi.callbacks.base import CallbackList
 from hapi.cursor import Cursor, Within
-from hapi.data import BEGINNING, Feed, Piece
+from hapi.data import BEGINNING, Feed, Piece, Start
 from hapi.distributed import group
 from hapi.metrics.base import Metric
 from hapi.metrics.tally import Tally
@@ -87,10 +87,11 @@ def fit(run: Run, plan: FitPlan, agreement: Agreement) -> None:
         if within is None and (plan.is_spent or plan.cursor.stopped):
             break
         _set_streams(run, rng.EPOCH, epoch)
+        tally = _begin_epoch(run, plan, within)
         callbacks.call("on_epoch_begin", epoch)
         if plan.resumed is not None and within is not None:
             callbacks.load_state_dict(plan.resumed.callbacks)
-        logs = _train_epoch(run, plan, agreement, epoch, within)
+        logs = _train_epoch(run, plan, agreement, epoch, tally, BEGINNING if within is None else within.start)
         within = None
         last = epoch + 1 == plan.last_epoch or plan.is_spent or model.stop_training
         _set_streams(run, rng.EPOCH_TRAINED, epoch)
@@ -133,16 +134,21 @@ def _set_streams(run: Run, purpose: int, epoch: int) -> None:
     rng.set_streams(rng.mix(run.seed, purpose, epoch, group.get_rank()), run.stepper.device)
 
 
-def _train_epoch(run: Run, plan: FitPlan, agreement: Agreement, epoch: int, within: Within | None) -> dict[str, float]:
+def _begin_epoch(run: Run, plan: FitPlan, within: Within | None) -> Tally:
+    """The running values of an epoch that starts, or is gone on with; a save knows of it from here on."""
+    tally = Tally(run.metrics, run.stepper.device)
+    if within is not None:
+        tally.go_on_from(within.values)
+        run.stepper.begin_at(within.learning_rate)
+    plan.cursor.begin_epoch(BEGINNING if within is None else within.start, tally)
+    return tally
+
+
+def _train_epoch(
+    run: Run, plan: FitPlan, agreement: Agreement, epoch: int, tally: Tally, start: Start
+) -> dict[str, float]:
     """One pass over the training data, or the rest of one; the values over all ranks."""
     model, stepper, callbacks, feed, cursor = run.model, run.stepper, run.callbacks, plan.train, plan.cursor
-    tally = Tally(run.metrics, stepper.device)
-    start = BEGINNING
-    if within is not None:
-        start = within.start
-        tally.go_on_from(within.values)
-        stepper.begin_at(within.learning_rate)
-    cursor.begin_epoch(start, tally)
     rank, step = group.get_rank(), start.step
     stream = rng.mix(run.seed, rng.STEP, epoch)
     steps_left = 0 if cursor.stopped else plan.left()

@@ -123,6 +123,10 @@ def find(options: FitOptions, network: nn.Module, fit: int) -> str | None:
     folder = options.save_dir
     given = _given(options)
     if given is not None:
+        # A launcher's restart goes on with what this run has saved since it set out from there.
+        own = _own_newest(options, network, fit) if group.was_restarted() else None
+        if own is not None:
+            return own
         if not group.broadcast_object(Path(given).is_dir() and not checkpoint.weights_path(given).exists()):
             return given
         folder = given
@@ -137,6 +141,16 @@ def find(options: FitOptions, network: nn.Module, fit: int) -> str | None:
         for line in passed_over:
             say(f"hapi: passed over: {line}")
         say(f"hapi: resuming from {found}" if found else f"hapi: no checkpoint in {folder} to resume from")
+    return found
+
+
+def _own_newest(options: FitOptions, network: nn.Module, fit: int) -> str | None:
+    """The newest checkpoint of this very run in its `save_dir`."""
+    if options.save_dir is None:
+        return None
+    found, _, _ = group.broadcast_object(_searched(options.save_dir, network, group.run_name(), fit))
+    if found and options.verbose:
+        say(f"hapi: resuming from {found}")
     return found
 
 

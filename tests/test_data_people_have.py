@@ -55,6 +55,7 @@ def example(name: str) -> str:
     return str(ROOT / "examples" / "data" / f"{name}.py")
 
 
+@pytest.mark.slow
 def test_text_of_any_length(tmp_path: Path) -> None:
     (accuracy,) = accuracies(run(example("text"), cwd=tmp_path))
     assert accuracy >= 0.8

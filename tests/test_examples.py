@@ -55,6 +55,7 @@ def test_quickstart_alone(tmp_path: Path) -> None:
     assert list(torch.load(kept / "final.pt", weights_only=True)) == ["1.weight", "1.bias", "4.weight", "4.bias"]
 
 
+@pytest.mark.slow
 def test_quickstart_on_two_processes(tmp_path: Path) -> None:
     output = run(*TORCHRUN, example("quickstart"), "2", cwd=tmp_path)
     first, second = accuracies(output)

@@ -9,13 +9,31 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset, d
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import hapi
+from hapi.distributed import group
 
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 import resume_within
 from resume_within import EPOCHS, ROWS, Ended, EndsAt, Kept, Noisy, X, Y, compare, trained
 
+# What differs little from another kind.
+LONGER = (
+    "stateful, asks workers",
+    "stateful rows, own collate",
+    "stateful start",
+    "stateful stream in a loader",
+    "stateful part",
+    "stateful rows in a loader",
+    "compiled",
+)
 
-@pytest.mark.parametrize("kind", [*resume_within.KINDS, "compiled"])
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.slow) if kind in LONGER else kind
+        for kind in (*resume_within.KINDS, "compiled")
+    ],
+)
 def test_the_same_bits(tmp_path, kind):
     resume_within.check(kind, tmp_path)
 
@@ -38,17 +56,77 @@ def test_a_state_that_loads_again_nothing(tmp_path):
     assert fresh.read == 3 * 6 - 8
 
 
-@pytest.mark.parametrize("made", [resume_within.Remembering, resume_within.RememberingItsPart, resume_within.StartsAt])
 @pytest.mark.parametrize("in_loader", [False, True])
-def test_an_iterable_data_set_that_knows_its_place_gives_nothing_twice(tmp_path, made, in_loader):
-    first, second = made(), made()
-    reading = [DataLoader(data, batch_size=4) if in_loader else data for data in (first, second)]
+def test_an_iterable_data_set_is_asked_for_its_state_once_a_pass(tmp_path, in_loader):
+    asked = []
+
+    class Counts(resume_within.Remembering):
+        def state_dict(self):
+            asked.append(self.read)
+            return super().state_dict()
+
+    data = Counts()
+    reading = DataLoader(data, batch_size=4) if in_loader else data
+    net = torch.nn.Linear(6, 3)
+    model = hapi.Model(net).prepare("sgd", torch.nn.CrossEntropyLoss())
+    model.fit(reading, epochs=EPOCHS, verbose=0, **({} if in_loader else {"batch_size": 4}))
+    assert asked[:EPOCHS] == [0, ROWS, 2 * ROWS] and len(asked) <= EPOCHS + 2
+
+
+def test_a_finished_run_that_is_called_again_keeps_the_state_of_its_data(tmp_path):
+    """Nothing is left to train: what is saved anew must not be the state of data that nobody has read."""
+    straight = trained("stateful stream", tmp_path / "straight", Kept(), epochs=3)
+    for epochs in (2, 2, 3):
+        resumed = trained("stateful stream", tmp_path / "cut", Kept(), epochs=epochs, resume=True)
+    compare("stateful stream", straight, resumed)
+
+
+@pytest.mark.parametrize("kind", ["stateful stream", "tensors"])
+def test_a_save_before_a_resumed_epoch_reads_on_is_one_within_it(tmp_path, kind):
+    class SavesAtEpoch(hapi.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if self.model.steps_trained % 12:
+                self.model.save(tmp_path / "again")
+
+    straight = trained(kind, tmp_path / "straight", Kept())
     with pytest.raises(Ended):
-        trained("loader" if in_loader else "stream", tmp_path, EndsAt(8), data=reading[0])
-    trained("loader" if in_loader else "stream", tmp_path, data=reading[1], resume=True)
-    # The last step of the first run was ended before its batch was trained on.
-    assert second.read == EPOCHS * ROWS - 8 * 4
-    assert first.read == 9 * 4
+        trained(kind, tmp_path / "cut", EndsAt(17))
+    trained(kind, tmp_path / "cut", SavesAtEpoch(), resume=True)
+    compare(kind, straight, trained(kind, tmp_path / "more", Kept(), resume=str(tmp_path / "again")))
+
+
+def test_a_state_that_wants_to_be_told_more_is_not_asked(tmp_path):
+    class Told(resume_within.StartsAt):
+        def state_dict(self, samples, from_beginning):
+            raise AssertionError("asked")
+
+    trained("stream", tmp_path, data=Told())
+
+
+def test_the_state_of_other_data_is_refused_in_words(tmp_path):
+    with pytest.raises(Ended):
+        trained("stateful stream", tmp_path, EndsAt(5))
+    with pytest.raises(ValueError, match=r"given to StartsAt.load_state_dict, which refused it: KeyError: 'at'"):
+        trained("stateful start", tmp_path, resume=True)
+
+
+def test_a_restart_goes_on_from_what_it_has_saved_since_the_checkpoint_that_was_named(tmp_path, monkeypatch):
+    straight = trained("tensors", tmp_path / "straight", Kept())
+    with pytest.raises(Ended):
+        trained("tensors", tmp_path / "first", EndsAt(5))
+    named = str(tmp_path / "first" / "step_5")
+    monkeypatch.setattr(group, "run_name", lambda: "job")
+    with pytest.raises(Ended):
+        trained("tensors", tmp_path / "cut", EndsAt(20), resume=named)
+    monkeypatch.setattr(group, "was_restarted", lambda: True)
+    began = []
+
+    class Notes(hapi.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            began.append(self.model.steps_trained)
+
+    compare("tensors", straight, trained("tensors", tmp_path / "cut", Kept(), Notes(), resume=named))
+    assert began == [20]
 
 
 def test_a_batch_without_samples_moves_no_state(tmp_path):
@@ -109,7 +187,7 @@ def without(path, *keys, value=None):
         ("tensors", ("position", "cursor", "ranks", 0, "values", "metrics"), [{"correct": 0, "count": 0}]),
         ("loader with generator", ("position", "cursor", "ranks", 0, "data"), None),
         ("stateful", ("position", "cursor", "ranks", 0, "data"), {"at": 0}),
-        ("stateful stream", ("position", "cursor", "ranks", 0, "data", "read"), 0),
+        ("stateful stream", ("position", "cursor", "ranks", 0, "data"), None),
         ("stateful rows", ("position", "cursor", "ranks", 0, "dataset"), None),
         ("capped", ("position", "cursor", "iterations"), 0),
     ],

@@ -295,6 +295,7 @@ def test_the_largest_batch_that_fits(room: int, start: int) -> None:
 
 
 @pytest.mark.usefixtures("_any_device")
+@pytest.mark.slow
 def test_limits_lines_and_other_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert hapi.find_batch_size(narrow(100), (X, Y), largest=20) == 20
     lines = capsys.readouterr().out.splitlines()

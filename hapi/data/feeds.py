@@ -135,7 +135,7 @@ class Feed(ABC):
         return batches.move(batch, self._device, self.floats)
 
 
-def in_step(local: Iterator[Local], lockstep: bool, skipped: int = 0) -> Iterator[Piece]:
+def in_step(local: Iterator[Local], lockstep: bool, skipped: int = 0, ahead: bool = True) -> Iterator[Piece]:
     """This rank's batches as pieces that end together on all ranks.
 
     Who still has data is agreed by one asynchronous sum a step, begun a step ahead: a rank whose data has ended goes
@@ -145,6 +145,8 @@ def in_step(local: Iterator[Local], lockstep: bool, skipped: int = 0) -> Iterato
         local: This rank's own batches.
         lockstep: Whether the ranks must take the same number of steps (training). Otherwise each goes to its own end.
         skipped: How many of the batches an earlier process has trained on.
+        ahead: Whether a batch may be read before the one before it was trained on. Not of data whose own state is
+            kept, which then would be a batch further than the run; the ranks wait for each other instead.
     """
     # A batch without samples (all filtered out by a collate function) is no step, and no end either.
     local = islice((entry for entry in local if entry[1]), skipped, None)
@@ -152,6 +154,13 @@ def in_step(local: Iterator[Local], lockstep: bool, skipped: int = 0) -> Iterato
         for batch, size, position in local:
             yield Piece(batch, size, size, position)
         return
+    if not ahead:
+        while True:
+            current = next(local, None)
+            total = group.PendingSum(current[1] if current else 0).wait()
+            if not total:
+                return
+            yield Piece(*current[:2], total, current[2]) if current else Piece(None, 0, total, 0)
     upcoming = next(local, None)
     pending = group.PendingSum(upcoming[1] if upcoming else 0)
     while total := pending.wait():
@@ -254,7 +263,8 @@ class LocalFeed(Feed):
     def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
         """See `Feed.pieces`."""
         own = start._replace(taken=start.step * (self._own.stride or 0))
-        return in_step(((p.batch, p.size, p.position) for p in self._own.pieces(epoch, own)), self._lockstep)
+        local = ((piece.batch, piece.size, piece.position) for piece in self._own.pieces(epoch, own))
+        return in_step(local, self._lockstep, ahead=self.stateful is None)
 
     def place(self, batch: Any) -> Any:
         """See `Feed.place`."""

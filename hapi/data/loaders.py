@@ -134,7 +134,8 @@ class OwnOrderFeed(Feed):
             for number, indices in islice(order, start.step, None)
         )
         numbered = enumerate(self.read(self._loader), start.step)
-        return in_step(((batch, batches.size_of(batch), n) for n, batch in numbered), self._lockstep)
+        local = ((batch, batches.size_of(batch), number) for number, batch in numbered)
+        return in_step(local, self._lockstep, ahead=self.stateful is None)
 
     def state(self, within: bool) -> Any:
         """See `Feed.state`."""
@@ -266,7 +267,7 @@ class SharedLoaderFeed(Feed):
             # Rounds are as many on every rank: they are told by broadcasts. One may be without samples here.
             return map(_measured, planned)
         local = ((p.batch, batches.size_of(p.batch), p.position) for p in planned if p.batch is not None)
-        return in_step(local, self._lockstep)
+        return in_step(local, self._lockstep, ahead=self.stateful is None)
 
     def state(self, within: bool) -> Any:
         """See `Feed.state`."""

@@ -82,7 +82,8 @@ def make_feed(data: Any, request: Request, device: torch.device) -> Feed:
     feed.floats = request.floats
     dataset = data.dataset if isinstance(data, DataLoader) else data
     iterable = isinstance(dataset, IterableDataset)
-    if request.lockstep and not iterable and _is_map_style(dataset) and keeps_its_place(dataset):
+    asked_as_a_whole = isinstance(feed, SelfShardedFeed) and keeps_its_place(data)
+    if request.lockstep and not (iterable or asked_as_a_whole) and _is_map_style(dataset) and keeps_its_place(dataset):
         feed.stateful = dataset
     if feed.steps == 0 or feed.samples == 0:
         raise _empty(data, request)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count, islice
@@ -14,7 +13,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from hapi import rng
 from hapi.data.epochs import set_epoch
-from hapi.data.streams import declares_shards, keeps_its_place
+from hapi.data.streams import PassStart, declares_shards
 from hapi.distributed import group
 
 
@@ -35,7 +34,8 @@ class ShardedIterable(IterableDataset[Any]):
     Items of a data set that shards itself have position -1: their order is its own. What cannot be watched (a rank read
     from the environment) is said by an attribute `sharded = True`.
 
-    A data set with `state_dict` and `load_state_dict` can be asked where it stands, in the process that reads it.
+    The state of a data set that has one (`state_dict`, `load_state_dict`) is kept in the process that reads it; see
+    `PassStart`.
     """
 
     dataset: Any
@@ -46,31 +46,15 @@ class ShardedIterable(IterableDataset[Any]):
         epoch: Any = torch.zeros((), dtype=torch.int64)
         epoch.share_memory_()
         self.__dict__.update(own, _epoch=epoch, _set_up_by_worker=False)
-        self.__dict__.update(_read=0, _ended=False, _start=None, _next_start=None)
+        self.__dict__.update(start=PassStart(dataset))
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next passes, in workers too."""
         self._epoch.fill_(epoch)
 
-    @property
-    def keeps_its_place(self) -> bool:
-        """Whether the data set can be asked where it stands."""
-        return keeps_its_place(self.dataset)
-
-    def place(self, within: bool) -> dict[str, Any]:
-        """Where this process's copy of the data set stands: within a pass, or between two."""
-        if not within and self._next_start is not None:
-            return dict(self._next_start)
-        read, ended = (self._read, self._ended) if within else (0, False)
-        return {"read": read, "ended": ended, "dataset": copy.deepcopy(self.dataset.state_dict())}
-
-    def go_on_from(self, place: dict[str, Any]) -> None:
-        """Start the next pass where `place` was taken."""
-        self.__dict__["_next_start"] = place
-
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        self.__dict__.update(_start=self._next_start, _next_start=None, _read=0, _ended=False)
         set_epoch(self.dataset, int(self._epoch))
+        self.start.begin()
         info = torch_worker.get_worker_info()
         workers, worker = (info.num_workers, info.id) if info is not None else (1, 0)
         shards, shard = self._world_size * workers, worker * self._world_size + self._rank
@@ -85,6 +69,7 @@ class ShardedIterable(IterableDataset[Any]):
         if asked.was_read and self._world_size > 1:
             shards, shard = workers, worker
             shown = _WatchedInfo(shard, shards, self.dataset)
+            self.start.return_to()
             items = self._items(shown, worker * self._world_size + self._rank, self._rank)
             first = list(islice(items, 1))
         whole = (item for part in (first, items) for item in part)
@@ -93,30 +78,7 @@ class ShardedIterable(IterableDataset[Any]):
         return self._in_turns(whole, shard, shards, ordered=not asked.was_read or self._world_size == 1)
 
     def _in_turns(self, items: Iterator[Any], shard: int, shards: int, ordered: bool) -> Iterator[tuple[int, Any]]:
-        first = self._read_before
-        return (
-            (n if ordered else -1, item) for n, item in enumerate(items, first) if n // self._turn % shards == shard
-        )
-
-    @property
-    def _read_before(self) -> int:
-        return 0 if self._start is None else int(self._start["read"])
-
-    def _begun(self) -> Iterator[Any]:
-        """The data set's own pass."""
-        if self._start is None:
-            return iter(self.dataset)
-        if self._start["ended"]:
-            # A short last batch is made once there is no more: the place that was kept is that before the next pass.
-            self.go_on_from({**self._start, "read": 0, "ended": False})
-            return iter(())
-        self.dataset.load_state_dict(copy.deepcopy(self._start["dataset"]))
-        items: Iterator[Any] = iter(self.dataset)
-        if self._read_before:
-            return items
-        # Between two passes: one that takes the place where the last pass has ended for the start of its next.
-        first = list(islice(items, 1))
-        return (item for part in ((first, items) if first else (iter(self.dataset),)) for item in part)
+        return ((n if ordered else -1, item) for n, item in enumerate(items) if n // self._turn % shards == shard)
 
     def _items(self, shown: _WatchedInfo | None, place: int, part: int = 0, *, own: bool = False) -> Iterator[Any]:
         """The data set's items.
@@ -133,19 +95,25 @@ class ShardedIterable(IterableDataset[Any]):
         """
         items: Iterator[Any] | None = None
         ended = object()
-        for number in count(self._read_before):
+        for number in count():
             alone = own or (shown is not None and shown.was_read)
             if number < 2 or not alone or number % self._turn == 0:
-                where = (int(alone), place if alone else part) if number else ()
-                rng.set_streams(rng.mix(self._seed, rng.ORDER, int(self._epoch), number, *where))
+                self._set_streams(number, place if alone else part, alone)
             with _in_place_of_worker_info(shown):
-                items = self._begun() if items is None else items
+                items = iter(self.dataset) if items is None else items
                 item = next(items, ended)
+                if item is ended and number == 0 and self.start.was_loaded:
+                    # It takes the state in which a pass has ended for the place where its next one starts.
+                    self._set_streams(0, part, False)
+                    items = iter(self.dataset)
+                    item = next(items, ended)
             if item is ended:
-                self.__dict__["_ended"] = True
                 return
-            self.__dict__["_read"] = number + 1
             yield item
+
+    def _set_streams(self, number: int, place: int, alone: bool) -> None:
+        where = (int(alone), place) if number else ()
+        rng.set_streams(rng.mix(self._seed, rng.ORDER, int(self._epoch), number, *where))
 
     def __getattr__(self, name: str) -> Any:
         if name == "dataset":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import deque
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import suppress
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -40,6 +41,64 @@ def drawn_alike(data: Iterable[T], seed: int, epoch: int, at_once: int = 1) -> I
         yield from drawn
         if len(drawn) < at_once:
             return
+
+
+class PassStart:
+    """The state of data at the start of a pass: a resumed run reads the pass again from there.
+
+    So whatever the order is drawn from, the data's state or the global generators, it is drawn again, and the data is
+    asked once a pass. Data without `state_dict` and `load_state_dict` has none.
+
+    Args:
+        data: What is read in this process.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._data = data if keeps_its_place(data) else None
+        self._next: list[Any] = []
+        self._state: Any = None
+        self.was_loaded = False
+        """Whether the pass under way started from a state that was loaded."""
+
+    def begin(self) -> None:
+        """A pass starts: load what is to be loaded, and note the state."""
+        if self._data is None:
+            return
+        self.was_loaded = bool(self._next)
+        if self._next:
+            self._state = self._next.pop()
+            self.return_to()
+        else:
+            self._state = copy.deepcopy(self._data.state_dict())
+
+    def return_to(self) -> None:
+        """Put the data back to the start of the pass.
+
+        Raises:
+            ValueError: It is the state of other data.
+        """
+        if self._data is None:
+            return
+        try:
+            self._data.load_state_dict(copy.deepcopy(self._state))
+        except Exception as error:
+            raise ValueError(
+                f"A state that was saved of the data was given to {type(self._data).__name__}.load_state_dict, which "
+                f"refused it: {type(error).__name__}: {error}. Resume with the data that the run was trained on."
+            ) from error
+
+    def load(self, state: Any) -> None:
+        """Start the next pass from a state."""
+        if state is not None and self._data is not None:
+            self._next = [state]
+
+    def state(self, within: bool) -> Any:
+        """That at the start of the pass under way, or of the next one; None: there is none to be had."""
+        if self._data is None:
+            return None
+        if self._next:
+            return self._next[0]
+        return self._state if within else copy.deepcopy(self._data.state_dict())
 
 
 class _Places:
@@ -167,10 +226,13 @@ class SelfShardedFeed(Feed):
 class BatchesFeed(Feed):
     """A list (or re-iterable) of ready batches, dealt to the ranks in turn: step s takes batches sW ... sW+W-1."""
 
+    keeps_beginning = True
+
     def __init__(self, data: Iterable[Any], device: torch.device, seed: int) -> None:
         super().__init__(device)
         self._data = data
         self._seed = seed
+        self._pass_start = PassStart(data)
         self._workers = GivenWorkers(data)
         self._world_size = group.get_world_size()
         self._rank = group.get_rank()
@@ -181,6 +243,8 @@ class BatchesFeed(Feed):
     def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
         """See `Feed.pieces`."""
         set_epoch(self._data, epoch)
+        self.restore(start.data)
+        self._pass_start.begin()
         # Every rank walks through all of it. A batch without samples is none.
         all_batches = self._data if isinstance(self._data, list) else self._drawn(epoch)
         sized = ((batch, size) for batch in all_batches if (size := batches.size_of(batch)))
@@ -194,6 +258,14 @@ class BatchesFeed(Feed):
     def _drawn(self, epoch: int) -> Iterator[Any]:
         return drawn_alike(self._workers.reading(self._data), self._seed, epoch, at_once=self._world_size)
 
+    def state(self, within: bool) -> Any:
+        """See `Feed.state`."""
+        return self._pass_start.state(within)
+
+    def restore(self, state: Any) -> None:
+        """See `Feed.restore`."""
+        self._pass_start.load(state)
+
     def close(self) -> None:
         """See `Feed.close`."""
         self._workers.end()
@@ -202,14 +274,13 @@ class BatchesFeed(Feed):
 class IterableFeed(Feed):
     """An `IterableDataset`: each item once over ranks and workers, unless it shards itself.
 
-    A data set with `state_dict` and `load_state_dict` that is read in this process is asked after each batch where it
-    stands; of any other, what an earlier process has trained on is read again, and passed over.
-
     Args:
         loader: Over a `ShardedIterable`.
         device: Where the network computes.
         lockstep: Whether the ranks must take the same number of steps.
     """
+
+    keeps_beginning = True
 
     def __init__(self, loader: DataLoader[Any], device: torch.device, lockstep: bool) -> None:
         super().__init__(device)
@@ -217,38 +288,29 @@ class IterableFeed(Feed):
         self._lockstep = lockstep
         sharded: Any = loader.dataset
         # Workers have copies of their own, which nobody can ask.
-        self._stateful = sharded if lockstep and not loader.num_workers and sharded.keeps_its_place else None
-        self._places = _Places()
+        self._pass_start: PassStart | None = None if loader.num_workers else sharded.start
 
     def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
-        """See `Feed.pieces`."""
+        """See `Feed.pieces`. What an earlier process has trained on is read again, and passed over."""
         set_epoch(self._loader, epoch)
         self.restore(start.data)
-        skipped = start.step if self._stateful is None or start.data is None else 0
-        self._places.begin(skipped, start.data)
-        for piece in in_step(self._numbered(), self._lockstep, skipped):
-            self._places.take()
-            yield piece
+        return in_step(self._numbered(), self._lockstep, start.step)
 
     def _numbered(self) -> Iterator[Local]:
         for positions, batch in self.read(self._loader):
             if self.ordered and bool((positions < 0).any()):
                 self.ordered = False
-            size, whole = batches.size_of(batch), positions.dim() == 0
-            if size and self._stateful is not None:
-                self._places.read(self._stateful.place(within=True))
-            yield batch, size, int(positions) if whole else positions
+            whole = positions.dim() == 0
+            yield batch, batches.size_of(batch), int(positions) if whole else positions
 
     def state(self, within: bool) -> Any:
         """See `Feed.state`."""
-        if self._stateful is None:
-            return None
-        return self._places.reached if within and self._places else self._stateful.place(within=False)
+        return None if self._pass_start is None else self._pass_start.state(within)
 
     def restore(self, state: Any) -> None:
         """See `Feed.restore`."""
-        if state is not None and self._stateful is not None:
-            self._stateful.go_on_from(state)
+        if self._pass_start is not None:
+            self._pass_start.load(state)
 
 
 def shards_itself(loader: Any) -> bool:
@@ -278,8 +340,16 @@ def declares_shards(part: Any) -> bool:
 
 
 def keeps_its_place(data: Any) -> bool:
-    """Whether data can be asked where it stands, and told where to go on."""
-    return hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+    """Whether data can be asked where it stands, and told where to go on, without being told more."""
+    methods = getattr(data, "state_dict", None), getattr(data, "load_state_dict", None)
+    if not all(map(callable, methods)):
+        return False
+    try:
+        inspect.signature(cast(Any, methods[0])).bind()
+        inspect.signature(cast(Any, methods[1])).bind({})
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _is_iterable_loader(loader: Any) -> bool:

@@ -206,7 +206,7 @@ class _Rate(_Counting):
     ) -> None:
         from hapi import kinds  # not with `import hapi`
 
-        kinds.check(_Rate, locals())
+        kinds.check(_Rate, {**locals(), "average": str(average)})
         super().__init__(name, threshold, ignore_index)
         if average not in _AVERAGES:
             raise ValueError(

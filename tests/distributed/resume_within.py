@@ -117,6 +117,45 @@ class StartsAt(IterableDataset):
         self.start = state["at"]
 
 
+class DrawnOrder(StartsAt):
+    """Its order is drawn from torch's generator in each pass; its state is a place in it."""
+
+    def __iter__(self):
+        order = torch.randperm(ROWS).tolist()
+        first, self.start = self.start, 0
+        for self.at in range(first + 1, ROWS + 1):
+            self.read += 1
+            yield X[order[self.at - 1]] + 0.1 * torch.randn(6), Y[order[self.at - 1]]
+
+
+class AsksWorkers(StartsAt):
+    """Looks whether it is in a worker, as torch's documentation does."""
+
+    def __iter__(self):
+        torch.utils.data.get_worker_info()
+        yield from super().__iter__()
+
+
+class RememberingBatches:
+    """Batches of `Remembering`, without saying who shards."""
+
+    def __init__(self):
+        self.rows = Remembering()
+
+    def __iter__(self):
+        yield from DataLoader(self.rows, batch_size=4)
+
+    def state_dict(self):
+        return self.rows.state_dict()
+
+    def load_state_dict(self, state):
+        self.rows.load_state_dict(state)
+
+
+def collated(items):
+    return torch.utils.data.default_collate(items)
+
+
 class Drifting(Noisy):
     """Each sample depends on how many were given before it, which it can tell."""
 
@@ -159,6 +198,13 @@ def data_of(kind: str):
         "stateful stream in a loader": lambda: (DataLoader(Remembering(), batch_size=4), {}),
         "stateful part": lambda: (RememberingItsPart(), ours),
         "stateful start": lambda: (StartsAt(), ours),
+        "stateful order": lambda: (DrawnOrder(), ours),
+        "stateful, asks workers": lambda: (AsksWorkers(), ours),
+        "stateful batches": lambda: (RememberingBatches(), {}),
+        "stateful rows, own collate": lambda: (
+            DataLoader(Drifting(), batch_size=4, shuffle=True, collate_fn=collated),
+            {},
+        ),
         "stateful rows": lambda: (Drifting(), ours),
         "stateful rows in a loader": lambda: (DataLoader(Drifting(), batch_size=4, shuffle=True), {}),
     }[kind]()
@@ -167,7 +213,9 @@ def data_of(kind: str):
 KINDS = (
     "tensors", "dataset", "workers", "accumulating", "bf16", "fp16", "capped", "loader", "loader of workers",
     "loader with generator", "weighted sampler", "list", "stream", "stateful", "stateful stream",
-    "stateful stream in a loader", "stateful part", "stateful start", "stateful rows", "stateful rows in a loader",
+    "stateful stream in a loader", "stateful part", "stateful start", "stateful order",
+    "stateful, asks workers", "stateful batches", "stateful rows, own collate", "stateful rows",
+    "stateful rows in a loader",
 )  # fmt: skip
 
 
@@ -234,8 +282,9 @@ def trained(kind: str, save_dir: Path, *callbacks, data=None, **options):
     )
     given, reading = data_of(kind)
     keep = ModelCheckpoint(monitor="val_loss", every_n_steps=1)
+    options = {"epochs": EPOCHS} | options
     model.fit(
-        given if data is None else data, (X, Y), epochs=EPOCHS, save_dir=save_dir, verbose=0, seed=3, log_freq=1,
+        given if data is None else data, (X, Y), save_dir=save_dir, verbose=0, seed=3, log_freq=1,
         callbacks=[keep, EarlyStopping(patience=100), *callbacks], **reading, **options,
     )  # fmt: skip
     return model

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The loader's", "ignore:predict r
 SEED = int(os.environ.get("HAPI_TEST_SEED", "1"))
 CASES = int(os.environ.get("HAPI_TEST_CASES", "520"))
 PER_TEST = 40
-ALWAYS = 160
+ALWAYS = 120
 """So many of them are run by `make test`, all by `make test-slow`."""
 MORE_RANKS = range(5, 9)
 """World sizes of which there are a few cases each: as many processes have to be started."""
@@ -38,9 +38,7 @@ def test_drawn_cases(ranks, first):
     check_all(ranks, [drawn.draw(SEED, number) for number in range(first, min(CASES, first + PER_TEST))])
 
 
-@pytest.mark.parametrize(
-    "world", [*(pytest.param(world, marks=pytest.mark.slow) for world in MORE_RANKS[:-1]), MORE_RANKS[-1]]
-)
+@pytest.mark.parametrize("world", [pytest.param(world, marks=pytest.mark.slow) for world in MORE_RANKS])
 def test_drawn_cases_of_more_ranks(world):
     pool = Ranks(world)
     try:

@@ -128,6 +128,7 @@ def test_handlers_of_the_script_are_left_alone(tmp_path):
     assert seen == [signal.SIGTERM] and model.steps_trained == 30
 
 
+@pytest.mark.slow
 def test_workers_and_all_when_the_whole_group_is_signalled(tmp_path):
     """As a scheduler does: the data workers get it as well."""
     process = subprocess.Popen(

@@ -135,6 +135,7 @@ def test_left_running_at_the_parents_end(tmp_path, daemon):
     assert not (tmp_path / "saved0").exists() or daemon
 
 
+@pytest.mark.slow
 def test_a_script_from_stdin_without_a_main_guard(tmp_path):
     script = """
 import hapi, torch

@@ -285,7 +285,7 @@ def test_pixels_of_several_classes():
 
 
 def test_wrong_options_and_batches_of_the_rates():
-    with pytest.raises(ValueError, match='write "macro"'):
+    with pytest.raises(ValueError, match='average="macro"'):
         Precision(average="binary")
     with pytest.raises(ValueError, match="Leave num_classes out"):
         Recall(num_classes=1)
