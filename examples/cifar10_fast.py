@@ -26,10 +26,9 @@ hapi.seed(0)
 torch.backends.cudnn.benchmark = True
 
 
-def conv(inputs, outputs, *after):
-    return nn.Sequential(
-        nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.CELU(0.1), *after
-    )
+def conv(inputs, outputs, *pool):  # pooled first: a quarter is left to normalize
+    layer = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+    return nn.Sequential(layer, *pool, nn.BatchNorm2d(outputs), nn.CELU(0.1))
 
 
 class Residual(nn.Sequential):
