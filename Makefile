@@ -5,7 +5,9 @@
 #                       HAPI_DATA_HOME; 8 minutes). HAPI_LAUNCHERS_OPTIONAL=1: what cannot be installed is left out
 # make lint     ruff and mypy
 # make docs     the documentation, into build/docs; a warning is an error
-# make bench    the benchmarks of the README (full MNIST; several minutes)
+# make bench    fit, evaluate, predict, several processes and the start, against code by hand (HAPI_DATA_HOME; half an hour)
+# make bench-peers  the same training in Lightning, Accelerate, Keras, Ignite, Poutyne and skorch, which are installed into
+#               .peers on the same torch (an hour);  make bench-peers ARGS="--laps 3 --ways fit lightning"  some of it
 # make clean    removes what these commands have made, .venv included
 #
 # By default everything is installed into a virtual environment of its own: .venv (VENV=folder: another place), made
@@ -18,7 +20,7 @@ ARGS ?=
 python := $(or $(PYTHON),$(VENV)/bin/python)
 pip := $(python) -m pip --disable-pip-version-check install
 
-.PHONY: help demo test test-slow test-launchers lint docs bench clean install
+.PHONY: help demo test test-slow test-launchers lint docs bench bench-peers clean install
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -51,10 +53,16 @@ docs: install
 	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict --quiet
 
 bench: install
-	$(python) benchmarks/bench_fit.py $(ARGS)
+	$(python) benchmarks/bench_fit.py
+	$(python) benchmarks/bench_ddp.py
+	$(python) benchmarks/bench_startup.py
+
+bench-peers: install
+	$(python) benchmarks/peers.py --install
+	$(python) benchmarks/peers.py --ranks 1 2 $(ARGS)
 
 clean:
-	rm -rf $(VENV) .launchers build dist *.egg-info checkpoints .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .launchers .peers build dist *.egg-info checkpoints .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ifdef PYTHON

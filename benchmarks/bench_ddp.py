@@ -182,14 +182,18 @@ class Counted(Laps):
             super().mark(**dict.fromkeys((*names, *values), 0.0) | names)
 
 
-def made(name: str, ranks: int, *flags: str) -> Way:
-    """A way on so many processes."""
+def places(ranks: int) -> list[dict[str, str]]:
+    """The variables of each process of a group, with a port of its own; one thread a process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-    places = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    return Way(name, [sys.executable, __file__, "--as", name, *flags], places)
+    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def made(name: str, ranks: int, *flags: str) -> Way:
+    """A way on so many processes."""
+    return Way(name, [sys.executable, __file__, "--as", name, *flags], places(ranks))
 
 
 def exchanges(name: str, ranks: int, log: Path) -> str:

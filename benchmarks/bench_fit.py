@@ -51,6 +51,11 @@ def adam(network: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(network.parameters(), lr=1e-3, fused=True)
 
 
+def steps_of(optimizer: torch.optim.Optimizer) -> float:
+    """How many steps an Adam has taken, as it counts them itself."""
+    return next((float(state["step"]) for state in optimizer.state.values()), 0.0)
+
+
 def mnist_in_memory() -> tuple[torch.Tensor, torch.Tensor]:
     """The training images, (60000, 1, 28, 28) uint8, and classes, (60000,) int64; no module is imported for it."""
     raw = Path(os.environ["HAPI_DATA_HOME"], "MNIST", "raw")
@@ -102,9 +107,10 @@ def fit_on(data: object, network: nn.Module, laps: Laps, batch_size: int) -> Non
 
     class Marks(hapi.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
-            laps.mark(loss=logs["loss"], acc=logs["acc"])
+            laps.mark(loss=logs["loss"], acc=logs["acc"], steps=steps_of(optimizer))
 
-    model = hapi.Model(network).prepare(adam(network), nn.CrossEntropyLoss(), hapi.metrics.Accuracy())
+    optimizer = adam(network)
+    model = hapi.Model(network).prepare(optimizer, nn.CrossEntropyLoss(), hapi.metrics.Accuracy())
     model.fit(data, epochs=10**6, batch_size=batch_size, callbacks=[Marks()])
 
 
@@ -148,7 +154,7 @@ def hand_on(
             correct += (outputs.detach().argmax(1) == labels).sum()
         values = {"loss": loss_sum.item() / len(classes), "acc": correct.item() / len(classes)}
         print(values)
-        laps.mark(**values)
+        laps.mark(**values, steps=steps_of(optimizer))
 
 
 def usual(laps: Laps, batch_size: int) -> None:

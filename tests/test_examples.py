@@ -80,6 +80,15 @@ def test_one_epoch_of_mnist(tmp_path: Path, data_home: Path) -> None:
     assert accuracy >= 0.95
 
 
+@pytest.mark.slow
+def test_cifar10_fast_takes_its_steps_on_a_cpu(tmp_path: Path, data_home: Path) -> None:
+    # Copies of the data set that are not the published bytes are told of by a warning.
+    output = run("-W", "ignore:CIFAR10:UserWarning", example("cifar10_fast"), "2", "600", cwd=tmp_path)
+    assert "600 samples; 2 steps per epoch" in output
+    assert len(re.findall(r"Epoch [12]/2 - .* - loss \d", output)) == 2
+    assert len(accuracies(output)) == 1
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_are_short(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) < 80

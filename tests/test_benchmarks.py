@@ -1,0 +1,72 @@
+"""The benchmarks' programs run; what they measure is no test's business."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=environ, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("peers")
+
+
+def test_other_work_than_the_loops_is_told(peers: ModuleType) -> None:
+    def way(steps: float, loss: float) -> SimpleNamespace:
+        return SimpleNamespace(laps=[{"steps": 1.0, "loss": 9.0}, {"steps": steps, "loss": loss}])
+
+    hand = way(3750, 0.100)
+    assert peers.unequal(hand, hand) == peers.unequal(way(3750, 0.110), hand) == ""
+    assert peers.unequal(way(1875, 0.100), hand) == "1875 steps instead of 3750"
+    assert peers.unequal(way(3750, 0.130), hand) == "loss 0.1300 instead of 0.1000"
+
+
+def test_libraries_that_are_not_there_are_asked_for(
+    peers: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(peers, "PYTHON", tmp_path / "python")
+    with pytest.raises(SystemExit, match="--install"):
+        peers.versions()
+    # A Python with another torch, or without the libraries.
+    monkeypatch.setattr(peers, "PYTHON", Path(sys.executable))
+    monkeypatch.setattr(peers, "VERSIONS", "import no_such_library")
+    with pytest.raises(SystemExit, match="--install"):
+        peers.versions()
+    monkeypatch.setattr(peers, "VERSIONS", f"print({__file__!r}); print('lightning 1')")
+    with pytest.raises(SystemExit, match="times would not compare"):
+        peers.versions()
+
+
+@pytest.mark.slow
+def test_the_cards_script_runs_its_part_for_a_cpu(tmp_path: Path) -> None:
+    done = run(str(ROOT / "benchmarks" / "gpu.py"), "mlp", "--laps", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| fit / hand |" in done.stdout
+    for check in ("amp-bf16", "amp-fp16", "nccl", "resume"):
+        assert f"| {check} | passed |" in done.stdout, done.stdout
+    assert "Left out: the ways compiled, graph; the checks pinned." in done.stdout
+
+
+@pytest.mark.slow
+def test_a_check_that_fails_says_so(tmp_path: Path) -> None:
+    # The plain loop in another precision than fit.
+    other = "import gpu_checks, torch; print(gpu_checks.amp(torch.float16, 'bf16', None))"
+    done = run("-c", f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r}); {other}", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "losses " in done.stderr and "Traceback" not in done.stderr
