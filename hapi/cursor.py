@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hapi.batch import is_array
 from hapi.data import BEGINNING, Feed, Start
 from hapi.distributed import group
 from hapi.metrics.tally import Tally
@@ -173,6 +174,8 @@ def _equal(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_equal, one, other))
+    if is_array(one) and is_array(other):
+        return one.shape == other.shape and bool((one == other).all())
     return type(one) is type(other) and bool(one == other)
 
 

@@ -65,7 +65,9 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
     requests = _requests(options, seed, train_data, eval_data, floats_for(model.network))
     train = make_feed(train_data, requests[0], stepper.device)
     evaluation = None if eval_data is None else make_feed(eval_data, requests[1], stepper.device)
-    resumed = None if state is None else resuming.take_over(state, train, evaluation)
+    # What both read stands, after training, where evaluation begins.
+    apart = None if eval_data is train_data else evaluation
+    resumed = None if state is None else resuming.take_over(state, train, apart)
     begun = (0, model.epochs_trained) if resumed is None else (resumed.iterations, resumed.first_epoch)
     params = _fit_params(model, options, train, evaluation, begun[1])
     if engine.prepared.schedule is not None:

@@ -95,6 +95,29 @@ def test_a_save_before_a_resumed_epoch_reads_on_is_one_within_it(tmp_path, kind)
     compare(kind, straight, trained(kind, tmp_path / "more", Kept(), resume=str(tmp_path / "again")))
 
 
+@pytest.mark.parametrize("one", [True, False], ids=["one for both", "two"])
+@pytest.mark.parametrize("stop", [EndsAt(17), EndsAt(12, in_evaluation=True)], ids=["training", "evaluation"])
+def test_evaluation_data_with_a_state_goes_on_too(tmp_path, one, stop):
+    def run(folder, *callbacks, resume=False):
+        torch.manual_seed(1)
+        net = torch.nn.Linear(6, 3)
+        train = resume_within.Remembering()
+        evaluation = train if one else resume_within.Remembering()
+        model = hapi.Model(net).prepare("adam", torch.nn.CrossEntropyLoss(), hapi.metrics.Accuracy())
+        keep = hapi.callbacks.ModelCheckpoint(every_n_steps=1)
+        history = model.fit(
+            train, evaluation, batch_size=4, epochs=EPOCHS, save_dir=folder, verbose=0, seed=3, resume=resume,
+            callbacks=[keep, *callbacks],
+        )  # fmt: skip
+        return [*net.parameters()], history.history
+
+    weights, history = run(tmp_path / "straight")
+    with pytest.raises(Ended):
+        run(tmp_path / "cut", stop)
+    again, resumed = run(tmp_path / "cut", resume=True)
+    assert all(map(torch.equal, weights, again)) and resumed == history
+
+
 def test_a_state_that_wants_to_be_told_more_is_not_asked(tmp_path):
     class Told(resume_within.StartsAt):
         def state_dict(self, samples, from_beginning):

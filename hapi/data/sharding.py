@@ -103,7 +103,6 @@ class ShardedIterable(IterableDataset[Any]):
                 items = iter(self.dataset) if items is None else items
                 item = next(items, ended)
                 if item is ended and number == 0 and self.start.was_loaded:
-                    # It takes the state in which a pass has ended for the place where its next one starts.
                     self._set_streams(0, part, False)
                     items = iter(self.dataset)
                     item = next(items, ended)

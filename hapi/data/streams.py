@@ -58,13 +58,14 @@ class PassStart:
         self._next: list[Any] = []
         self._state: Any = None
         self.was_loaded = False
-        """Whether the pass under way started from a state that was loaded."""
+        """Whether the pass under way started from a state that was loaded. If it then gives nothing, it is begun once
+        more: some data takes the state in which a pass has ended for the place where its next one starts."""
 
     def begin(self) -> None:
         """A pass starts: load what is to be loaded, and note the state."""
         if self._data is None:
             return
-        self.was_loaded = bool(self._next)
+        self.was_loaded = False
         if self._next:
             self._state = self._next.pop()
             self.return_to()
@@ -79,6 +80,7 @@ class PassStart:
         """
         if self._data is None:
             return
+        self.was_loaded = True
         try:
             self._data.load_state_dict(copy.deepcopy(self._state))
         except Exception as error:
@@ -245,6 +247,13 @@ class BatchesFeed(Feed):
         set_epoch(self._data, epoch)
         self.restore(start.data)
         self._pass_start.begin()
+        piece = None
+        for piece in self._dealt(epoch, start):
+            yield piece
+        if piece is None and not start.taken and self._pass_start.was_loaded:
+            yield from self._dealt(epoch, start)
+
+    def _dealt(self, epoch: int, start: Start) -> Iterator[Piece]:
         # Every rank walks through all of it. A batch without samples is none.
         all_batches = self._data if isinstance(self._data, list) else self._drawn(epoch)
         sized = ((batch, size) for batch in all_batches if (size := batches.size_of(batch)))

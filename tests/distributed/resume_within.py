@@ -128,6 +128,14 @@ class DrawnOrder(StartsAt):
             yield X[order[self.at - 1]] + 0.1 * torch.randn(6), Y[order[self.at - 1]]
 
 
+class AsksRank(StartsAt):
+    """Takes each so many-th row of its own accord, which shows when it is watched."""
+
+    def __iter__(self):
+        rank, world_size = hapi.distributed.get_rank(), hapi.distributed.get_world_size()
+        yield from (pair for row, pair in enumerate(super().__iter__()) if row % world_size == rank)
+
+
 class AsksWorkers(StartsAt):
     """Looks whether it is in a worker, as torch's documentation does."""
 
@@ -311,6 +319,25 @@ def check(kind: str, folder: Path) -> None:
     for stop in (EndsAt(first), EndsAt(second), EndsAt(second + 1, in_evaluation=True)):
         end(kind, folder / "cut", stop)
     compare(kind, straight, trained(kind, folder / "cut", Kept(), resume=True))
+
+
+class Rows(nn.Module):
+    """Notes the rows that it is given in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(6, 3), []
+
+    def forward(self, x):
+        self.seen += [int((X - row).abs().sum(1).argmin()) for row in x]
+        return self.layer(x)
+
+
+def rows_of_who_asks(epochs: int) -> list[int]:
+    """The rows that this rank trains on of data that asks for its rank and has a state."""
+    net = Rows()
+    hapi.Model(net).prepare("sgd", nn.CrossEntropyLoss()).fit(AsksRank(), epochs=epochs, batch_size=4, verbose=0)
+    return net.seen
 
 
 def without_a_rank(folder: Path) -> bool:

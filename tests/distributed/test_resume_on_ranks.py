@@ -25,6 +25,12 @@ def test_the_same_bits(ranks, tmp_path, world, kinds):
         ranks(world).run(resume_within.check, kind, tmp_path / kind)
 
 
+def test_data_with_a_state_that_is_watched_loses_nothing(ranks):
+    """It is begun twice in each pass, until it is known to share itself out."""
+    seen = ranks(2).run(resume_within.rows_of_who_asks, 2)
+    assert sorted(row for rows in seen for row in rows) == sorted(2 * [*range(ROWS)])
+
+
 @pytest.mark.slow
 def test_what_other_ranks_had_seen_is_needed(ranks, tmp_path):
     assert ranks(2).run(resume_within.without_a_rank, tmp_path) == [True, True]
