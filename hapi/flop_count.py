@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from hapi import summary as table
+from hapi import layer_table as table
 from hapi.batch import leaves
 from hapi.distributed import group
 

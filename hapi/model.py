@@ -336,7 +336,7 @@ class Model:
         return list(self.network.parameters())
 
     def summary(self, input_size: Any = None, dtype: Any = None) -> dict[str, int]:
-        """Print a table of layers, output shapes and parameters; see `hapi.summary.summary`.
+        """Print a table of layers, output shapes and parameters; see `hapi.layer_table.summary`.
 
         Args:
             input_size: The shape of the inputs with the batch dimension, or a list of shapes; by default that of the
@@ -346,7 +346,7 @@ class Model:
         Returns:
             `total_params` and `trainable_params`.
         """
-        from hapi.summary import summary
+        from hapi.layer_table import summary
 
         known = self._engine.example() if input_size is None else None
         return summary(self.network, input_size, dtype, inputs=known)

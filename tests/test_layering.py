@@ -16,7 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("hapi.model", "hapi.sizing", "hapi.debug"),
     ("hapi.tuning",),
     ("hapi.session", "hapi.single", "hapi.flop_count"),
-    ("hapi.loop", "hapi.engine", "hapi.report", "hapi.summary", "hapi.export", "hapi.trial"),
+    ("hapi.loop", "hapi.engine", "hapi.report", "hapi.layer_table", "hapi.export", "hapi.trial"),
     ("hapi.resuming",),
     ("hapi.setup", "hapi.agreement", "hapi.predictions", "hapi.cursor"),
     ("hapi.step", "hapi.data", "hapi.callbacks"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hapi.summary import summary
+from hapi.layer_table import summary
 
 
 def mlp() -> nn.Sequential:

@@ -40,7 +40,8 @@ def restarted() -> None:
     # Registered before the group, thus called after it has been closed.
     atexit.register(
         lambda: say(
-            f"threads of gloo at exit: {sum('gloo' in (task / 'comm').read_text() for task in TASKS.iterdir())}"
+            f"threads of gloo at exit of round {os.environ['TORCHELASTIC_RESTART_COUNT']}: "
+            f"{sum('gloo' in (task / 'comm').read_text() for task in TASKS.iterdir())}"
         )
     )
     group.start()

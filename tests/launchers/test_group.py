@@ -284,7 +284,10 @@ def test_restarts_find_a_fresh_store() -> None:
     )
     assert done.returncode == 0, done.stderr
     finished = [f"rank {rank} finished in round 2" for rank in (0, 1)]
-    assert sorted(done.stdout.splitlines()) == [*finished, *2 * ["threads of gloo at exit: 0"]]
+    # A round that fails may end in order or not; it cannot finish.
+    last = [line for line in done.stdout.splitlines() if "round 2" in line]
+    assert sorted(last) == [*finished, *2 * ["threads of gloo at exit of round 2: 0"]]
+    assert "finished in round" not in done.stdout.replace("finished in round 2", "")
     # No round was lost to the store.
     assert "did not come" not in done.stderr
     assert "cannot connect" not in done.stderr
