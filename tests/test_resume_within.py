@@ -17,6 +17,10 @@ from resume_within import EPOCHS, ROWS, Ended, EndsAt, Kept, Noisy, X, Y, compar
 
 # What differs little from another kind.
 LONGER = (
+    "stateful batches",
+    "weighted sampler",
+    "loader with generator",
+    "capped",
     "stateful, asks workers",
     "stateful rows, own collate",
     "stateful start",

@@ -283,6 +283,7 @@ def _any_device(monkeypatch: pytest.MonkeyPatch) -> None:
         *(pytest.param(r, s, marks=pytest.mark.slow) for r in (2, 8, 46) for s in (2, 64)),
     ],
 )
+@pytest.mark.slow
 def test_the_largest_batch_that_fits(room: int, start: int) -> None:
     subject = narrow(room)
     before = copy.deepcopy(subject.network.state_dict())

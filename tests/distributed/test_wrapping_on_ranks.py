@@ -152,6 +152,7 @@ def compiled(wanted: bool) -> tuple[list[float], list[float], list[str]]:
     return history.history["loss"], weights, list(net.state_dict())
 
 
+@pytest.mark.slow
 def test_a_compiled_network_trains_on_ranks_as_an_eager_one(ranks):
     eager = alone(compiled, False)
     # Where several processes compile on a busy machine it takes its time.
