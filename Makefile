@@ -1,8 +1,8 @@
 # make demo     train on the Fashion-MNIST sample that the package ships: bar, accuracy, checkpoint
-# make test     the tests (7 minutes on 2 cores);  make test ARGS="-k summary"  some of them
-# make test-slow  the rest: more drawn cases, more kills, more ranks, longer trainings (5 minutes)
+# make test     the tests (8 minutes on 2 cores);  make test ARGS="-k summary"  some of them
+# make test-slow  the rest: more drawn cases, more kills, more ranks, the code of the documentation (16 minutes)
 # make test-launchers   the MNIST example under every launcher, installed for that (Debian and root for some of them;
-#                       HAPI_DATA_HOME; 8 minutes). HAPI_LAUNCHERS_OPTIONAL=1: what cannot be installed is left out
+#                       HAPI_DATA_HOME; 15 minutes). HAPI_LAUNCHERS_OPTIONAL=1: what cannot be installed is left out
 # make lint     ruff and mypy
 # make docs     the documentation, into build/docs; a warning is an error
 # make bench    fit, evaluate, predict, several processes and the start, against code by hand (HAPI_DATA_HOME; half an hour)
