@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hapi import kinds
+from hapi.callbacks import tracking
 from hapi.callbacks.base import Callback, Logs
 
 
@@ -30,11 +31,7 @@ class GradientNorm(Callback):
 
     def __init__(self, log_freq: int | None = None, name: str = "grad_norm") -> None:
         kinds.check(GradientNorm, {"name": name})
-        if log_freq is not None and (isinstance(log_freq, bool) or not isinstance(log_freq, int) or log_freq < 1):
-            raise ValueError(
-                f"GradientNorm received log_freq={log_freq!r}: it counts steps from 1. Write log_freq=10, or leave it "
-                "out to take fit's."
-            )
+        tracking.check_log_freq("GradientNorm", log_freq)
         self.log_freq, self.name = log_freq, name
         self._step = 0
         self._norm: Tensor | None = None

@@ -24,11 +24,7 @@ class Curves(Callback):
     """
 
     def __init__(self, log_freq: int | None = None) -> None:
-        if log_freq is not None and not counts(log_freq):
-            raise ValueError(
-                f"{type(self).__name__} received log_freq={log_freq!r}: it counts steps from 1. Write log_freq=10, or "
-                "leave it out to take fit's."
-            )
+        check_log_freq(type(self).__name__, log_freq)
         self.log_freq = log_freq
         self._steps_before = 0
 
@@ -136,6 +132,19 @@ def require(owner: str, package: str) -> None:
         raise ImportError(
             f"{owner} needs the package {package}, which is not installed, to write its files. "
             f'Run `pip install "torch-hapi[{package}]"`, or use CSVLogger.'
+        )
+
+
+def check_log_freq(owner: str, log_freq: Any) -> None:
+    """See that a callback's own ``log_freq`` is a number of steps, or None.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if log_freq is not None and not counts(log_freq):
+        raise ValueError(
+            f"{owner} received log_freq={log_freq!r}: it counts steps from 1. Write log_freq=10, or leave it out to "
+            "take fit's."
         )
 
 

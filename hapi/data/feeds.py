@@ -157,17 +157,26 @@ def in_step(local: Iterator[Local], lockstep: bool, skipped: int = 0, ahead: boo
     if not ahead:
         while True:
             current = next(local, None)
-            total = group.PendingSum(current[1] if current else 0).wait()
+            total = _pending_total(current).wait()
             if not total:
                 return
-            yield Piece(*current[:2], total, current[2]) if current else Piece(None, 0, total, 0)
+            yield _piece(current, total)
     upcoming = next(local, None)
-    pending = group.PendingSum(upcoming[1] if upcoming else 0)
+    pending = _pending_total(upcoming)
     while total := pending.wait():
         current = upcoming
         upcoming = next(local, None) if current else None
-        pending = group.PendingSum(upcoming[1] if upcoming else 0)
-        yield Piece(*current[:2], total, current[2]) if current else Piece(None, 0, total, 0)
+        pending = _pending_total(upcoming)
+        yield _piece(current, total)
+
+
+def _pending_total(batch: Local | None) -> group.PendingSum:
+    """The samples of a step over all ranks, whose sum begins now; None: this rank's data has ended."""
+    return group.PendingSum(batch[1] if batch else 0)
+
+
+def _piece(batch: Local | None, total: int) -> Piece:
+    return Piece(*batch[:2], total, batch[2]) if batch else Piece(None, 0, total, 0)
 
 
 class SourceFeed(Feed):
@@ -202,7 +211,7 @@ class SourceFeed(Feed):
 
     def place(self, batch: Any) -> Any:
         """The batch on the device, its transform finished there for the whole batch."""
-        return self._source.finish_batch(batches.move(batch, self._device, self.floats))
+        return self._source.finish_batch(super().place(batch))
 
 
 class DatasetFeed(Feed):
