@@ -65,11 +65,16 @@ class ImageDataset(Dataset[tuple[Any, int]]):
         """
         return self._recognise() is not None
 
-    def fetch_batch(self, indices: Tensor) -> Any:
+    @property
+    def is_random(self) -> bool:
+        """Whether the transform draws something for each sample, as far as is known."""
+        return self._pipeline is None or any(step.random for step in self._pipeline.steps)
+
+    def fetch_batch(self, indices: Tensor | range) -> Any:
         """The batch of some indices, on the CPU.
 
         Args:
-            indices: (B,) int64, none negative.
+            indices: (B,) int64, none negative; or a range.
 
         Returns:
             The images and labels, (B, ...) and (B,) int64. Images are raw, (B, C, H, W) uint8, if `batched`;
@@ -80,8 +85,13 @@ class ImageDataset(Dataset[tuple[Any, int]]):
             TypeError: The transform gives what cannot be collated.
         """
         if self._pipeline is not None:
-            return self.data.index_select(0, indices), self.targets.index_select(0, indices)
-        samples = [self[index] for index in indices.tolist()]
+            if not isinstance(indices, range):
+                return self.data.index_select(0, indices), self.targets.index_select(0, indices)
+            rows = slice(indices.start, indices.stop)
+            # The steps copy; what nobody copies must not be written to.
+            images = self.data[rows] if self._pipeline.steps else self.data[rows].clone()
+            return images, self.targets[rows].clone()
+        samples = [self[index] for index in (indices if isinstance(indices, range) else indices.tolist())]
         try:
             return tuple(default_collate(samples))
         except TypeError as error:

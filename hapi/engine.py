@@ -128,18 +128,23 @@ class Engine:
                     classes = outputs.shape[1 if outputs.dim() > 1 else 0]
                     checks.label_range(*self._label_span, classes)
         loss = checks.explained(objective, outputs, labels)
-        return loss if loss.weight is not None else loss.value
+        # An overridden step computes with it, as with any tensor.
+        return loss.value if loss.weight is None and self._overrides_steps else loss
 
-    def look_at_labels(self, feeds: Iterable[Feed | None]) -> None:
-        """Before a call: see in labels that lie in memory whether any is ignored, and how far they range."""
+    def look_at_labels(self, feeds: Iterable[Feed | None]) -> tuple[int, int] | None:
+        """Before a call: see in labels that lie in memory whether any is ignored, and how far they range.
+
+        Returns:
+            Between which numbers all of them lie; None where that is not known, or some are ignored.
+        """
         objective = self.prepared.objective
         ignored = objective.ignored_label
         if ignored is None:
-            return
+            return None
         # An overridden step may leave out labels of its own choice.
         if self._overrides_steps:
             objective.counts = True
-            return
+            return None
         columns = [feed.labels() if self.splitter.is_default else None for feed in feeds if feed is not None]
         holes = any(column is None or bool((column == ignored).any()) for column in columns)
         objective.counts = objective.weighs_classes or holes
@@ -147,6 +152,7 @@ class Engine:
         spans = [(int(column.min()), int(column.max())) for column in counted if column.numel()]
         if spans:
             self._label_span = min(low for low, _ in spans), max(high for _, high in spans)
+        return None if holes else self._label_span
 
     @contextmanager
     def in_call(self, callbacks: CallbackList) -> Iterator[None]:

@@ -43,6 +43,12 @@ class Run:
     metrics: list[Metric]
     callbacks: CallbackList
     seed: int
+    label_span: tuple[int, int] | None = None
+    """Between which numbers all labels lie, where that is known beforehand."""
+
+    def tally(self) -> Tally:
+        """Running values that start anew."""
+        return Tally(self.metrics, self.stepper.device, self.label_span)
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,7 @@ def _set_streams(run: Run, purpose: int, epoch: int) -> None:
 
 def _begin_epoch(run: Run, plan: FitPlan, within: Within | None) -> Tally:
     """The running values of an epoch that starts, or is gone on with; a save knows of it from here on."""
-    tally = Tally(run.metrics, run.stepper.device)
+    tally = run.tally()
     if within is not None:
         tally.go_on_from(within.values)
         run.stepper.begin_at(within.learning_rate)
@@ -231,15 +237,15 @@ def evaluate(
         check_in: Called after each step, where every rank takes as many.
     """
     stepper, callbacks = run.stepper, run.callbacks
-    tally = Tally(run.metrics, stepper.device)
-    step = -1
+    tally = run.tally()
+    step, stream = -1, rng.mix(run.seed, rng.EVALUATE)
     stepper.sync(parameters=False)
     callbacks.call("on_eval_begin", logs={"steps": feed.steps})
     with modes.evaluating(stepper.exchange.replica):
         for step, piece in enumerate(islice(feed.pieces(0), num_iters)):
             callbacks.call("on_eval_batch_begin", step)
             if piece.batch is not None:
-                inputs, labels = _evaluation_batch(run, feed, piece)
+                inputs, labels = _evaluation_batch(run, feed, piece, stream)
                 outcome = stepper.evaluate(inputs, labels, piece.size)
                 tally.update(outcome.loss, outcome.weight, outcome.outputs, labels)
             if callbacks.wants_batch_logs("eval", step):
@@ -266,12 +272,13 @@ def predict(run: Run, feed: Feed, stack_outputs: bool) -> Any:
     stepper, callbacks = run.stepper, run.callbacks
     stepper.sync(parameters=False)
     parts: list[predictions.Positioned] = []
+    stream = rng.mix(run.seed, rng.EVALUATE)
     callbacks.call("on_predict_begin", logs={"steps": feed.steps})
     with modes.evaluating(stepper.network):
         for step, piece in enumerate(feed.pieces(0)):
             callbacks.call("on_predict_batch_begin", step)
             if piece.batch is not None:
-                inputs, _ = _evaluation_batch(run, feed, piece, needs_labels=False)
+                inputs, _ = _evaluation_batch(run, feed, piece, stream, needs_labels=False)
                 outputs = map_tensors(torch.Tensor.cpu, stepper.predict(inputs))
                 parts.append((piece.position, piece.size, outputs))
             if callbacks.wants_batch_logs("predict", step):
@@ -283,11 +290,11 @@ def predict(run: Run, feed: Feed, stack_outputs: bool) -> Any:
     return gathered
 
 
-def _evaluation_batch(run: Run, feed: Feed, piece: Piece, needs_labels: bool = True) -> tuple[Inputs, Any]:
+def _evaluation_batch(run: Run, feed: Feed, piece: Piece, stream: int, needs_labels: bool = True) -> tuple[Inputs, Any]:
     # Keyed by the batch's number among all ranks' batches, which for data with an order does not depend on how many
     # ranks there are.
     position = piece.position if isinstance(piece.position, int) else int(piece.position[0])
-    rng.set_streams(rng.mix(run.seed, rng.EVALUATE, position), run.stepper.device)
+    rng.set_streams(rng.mix(position, after=stream), run.stepper.device)
     return run.split(feed.place(piece.batch), needs_labels)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +84,7 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
     report.announce(stepper, train, options)
     engine.seed, engine.cursor = seed, cursor
     with _training(model, run, plan) as stopping:
-        engine.look_at_labels([train, evaluation])
+        run = replace(run, label_span=engine.look_at_labels([train, evaluation]))
         loop.fit(run, plan, Agreement(model, options.nan_policy, stopping, run.callbacks.wants_save))
     engine.end_fit()
     # Files that rank 0 wrote are there for every rank once fit has returned.
@@ -173,7 +173,7 @@ def _leaving_in_order() -> Iterator[None]:
 def evaluate(model: Model, data: Any, callbacks: Any, options: PassOptions) -> dict[str, float]:
     """Evaluate; see `Model.evaluate`."""
     with _single_pass(model, "evaluate", data, callbacks, options, {"num_iters": options.num_iters}) as (run, feed):
-        model._engine.look_at_labels([feed])
+        run = replace(run, label_span=model._engine.look_at_labels([feed]))
         return loop.evaluate(run, feed, options.num_iters)
 
 

@@ -286,20 +286,18 @@ class Stepper:
             parameter.grad = None
         self._divides = self.window_open = False
 
-    @torch.no_grad()
     def evaluate(self, inputs: Inputs, labels: Any, size: int) -> Outcome:
         """Loss and outputs of one batch, on the bare network: no wrapper, no collective."""
-        with self.prepared.precision.autocast(self.device):
+        with torch.no_grad(), self.prepared.precision.autocast(self.device):
             value, outputs = checks.loss_and_outputs(self._explained(self._eval_step, inputs, labels, size))
             if value is None:
                 return Outcome(None, size, outputs)
             loss = self._as_loss(value)
         return _outcome(loss, size, outputs)
 
-    @torch.no_grad()
     def predict(self, inputs: Inputs) -> Any:
         """The bare network's outputs."""
-        with self.prepared.precision.autocast(self.device):
+        with torch.no_grad(), self.prepared.precision.autocast(self.device):
             return call_network(self.network, inputs)
 
     @property
@@ -380,7 +378,7 @@ def _rate(optimizer: torch.optim.Optimizer) -> float | torch.Tensor:
 
 def _outcome(loss: Loss, size: int, outputs: Any) -> Outcome:
     value = loss.value.detach()
-    outputs = map_tensors(torch.Tensor.detach, outputs)
+    outputs = outputs.detach() if isinstance(outputs, torch.Tensor) else map_tensors(torch.Tensor.detach, outputs)
     if loss.weight is None:
         return Outcome(value, size, outputs)
     return Outcome(value / _nonzero(loss.weight), loss.weight, outputs)

@@ -161,6 +161,7 @@ class Saver(Callback):
 
 
 _KINDS = ("train", "eval", "predict")
+_BATCH_END = {kind: f"on_{kind}_batch_end" for kind in _KINDS}
 _BATCH_HOOKS = tuple(f"on_{kind}_batch_{edge}" for kind in _KINDS for edge in ("begin", "end"))
 
 
@@ -246,11 +247,11 @@ class CallbackList:
             step: The step's number, from 0.
         """
         # No generators, here and below: these run in each step.
-        return any([_is_due(callback, step) for callback in self._batch_hooks[f"on_{kind}_batch_end"]])
+        return any([_is_due(callback, step) for callback in self._batch_hooks[_BATCH_END[kind]]])
 
     def saves_at(self, steps_trained: int) -> bool:
         """Whether any callback saves after so many steps."""
-        return any([saver.saves_at(steps_trained) for saver in self.savers])
+        return bool(self.savers) and any([saver.saves_at(steps_trained) for saver in self.savers])
 
     def wants_save(self, agreed: Sequence[bool] | None = None) -> Sequence[bool]:
         """Whether it is time to save, for each saver.

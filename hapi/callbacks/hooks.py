@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from typing import Any
+from weakref import WeakSet
 
 from hapi.callbacks.base import Callback
 
@@ -54,8 +55,15 @@ _HOOKS_ELSEWHERE = {
 }
 
 
+# Classes whose hooks are in order: evaluate, which may be called often, need not look at them again.
+_checked: WeakSet[type] = WeakSet()
+
+
 def _check_hooks(callback: Callback) -> None:
     """A hook that is misspelled would never be called, one with other parameters would fail after an epoch."""
+    of_class = not any(name.startswith("on_") for name in vars(callback))
+    if of_class and type(callback) in _checked:
+        return
     known = [name for name in dir(Callback) if name.startswith("on_")]
     for name in dir(callback):
         hook = getattr(callback, name) if name.startswith("on_") else None
@@ -77,3 +85,5 @@ def _check_hooks(callback: Callback) -> None:
                 f"{type(callback).__name__}.{name}{inspect.signature(hook)} cannot be called as hooks are. "
                 f"Write def {name}{expected}."
             ) from None
+    if of_class:
+        _checked.add(type(callback))

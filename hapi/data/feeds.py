@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import islice
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 from hapi import batch as batches
 from hapi.data.collate import Collate
 from hapi.data.epochs import set_epoch
-from hapi.data.order import GlobalOrder
+from hapi.data.order import GlobalOrder, Share, joined
 from hapi.data.sources import BatchSource, labels_of
 from hapi.data.workers import Keyed, KeyedDataset, RefillableSampler, WorkerInit
 from hapi.distributed import group
@@ -179,8 +180,18 @@ def _piece(batch: Local | None, total: int) -> Piece:
     return Piece(*batch[:2], total, batch[2]) if batch else Piece(None, 0, total, 0)
 
 
+_TOGETHER = 1 << 17
+"""So many numbers are read at once: few enough for a core's cache."""
+_MOST_TOGETHER = 32
+_ALIGNED = 64
+"""Bytes. Where a tensor starts within so many may decide about the last bits of what is computed of it."""
+
+
 class SourceFeed(Feed):
-    """In-memory data, indexed a batch at a time in this process."""
+    """In-memory data, indexed in this process.
+
+    Several small batches are read at once and handed out in slices: to index one costs more than to copy it.
+    """
 
     def __init__(self, source: BatchSource, order: GlobalOrder, device: torch.device) -> None:
         super().__init__(device)
@@ -191,19 +202,33 @@ class SourceFeed(Feed):
         self.global_batch = order.global_batch
         self.aligned, self.stride, self.unit = True, order.global_batch, "samples"
         self._pin = device.type == "cuda"
+        self._placed = False
 
     def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
         """See `Feed.pieces`."""
         set_epoch(self._source, epoch)
-        fetch = self._source.fetch_batch
-        for position, (indices, total) in self._order.numbered(epoch, start.step, start.taken):
-            size = indices.numel()  # quicker than len
-            batch = None
-            if size:
-                batch = fetch(indices)
-                if self._pin:
-                    batch = batches.map_tensors(torch.Tensor.pin_memory, batch)
-            yield Piece(batch, size, total, position)
+        shares = self._order.numbered(epoch, start.step, start.taken)
+        # What is drawn for a batch is drawn where it is placed, within its step.
+        self._placed = not getattr(self._source, "is_random", True)
+        together = 1
+        while bundle := list(islice(shares, together)):
+            rows = self._fetch(joined([share.indices for _, share in bundle]))
+            if len(bundle) > 1:
+                yield from _slices(rows, bundle)
+                continue
+            number, share = bundle[0]
+            yield Piece(rows, len(share.indices), share.total, number)
+            if self._placed and rows is not None:
+                together = _how_many(rows)
+
+    def _fetch(self, indices: torch.Tensor | range) -> Any:
+        """Rows, placed if that draws nothing; None if there are none."""
+        if not len(indices):
+            return None
+        rows = self._source.fetch_batch(indices)
+        if self._pin:
+            rows = batches.map_tensors(torch.Tensor.pin_memory, rows)
+        return self._finished(rows) if self._placed else rows
 
     def labels(self) -> torch.Tensor | None:
         """See `Feed.labels`."""
@@ -211,7 +236,29 @@ class SourceFeed(Feed):
 
     def place(self, batch: Any) -> Any:
         """The batch on the device, its transform finished there for the whole batch."""
-        return self._source.finish_batch(super().place(batch))
+        return batch if self._placed else self._finished(batch)
+
+    def _finished(self, rows: Any) -> Any:
+        return self._source.finish_batch(super().place(rows))
+
+
+def _how_many(batch: Any) -> int:
+    """How many batches like this one are best read at once."""
+    tensors = list(batches.leaves(batch))
+    if any(tensor.numel() * tensor.element_size() % _ALIGNED for tensor in tensors):
+        return 1
+    numbers = sum(tensor.numel() for tensor in tensors)
+    return max(1, min(_MOST_TOGETHER, _TOGETHER // max(1, numbers)))
+
+
+def _slices(rows: Any, bundle: list[tuple[int, Share]]) -> Iterator[Piece]:
+    """The pieces of several batches that were read at once."""
+    first = 0
+    for number, (indices, total) in bundle:
+        size = len(indices)
+        own = slice(first, first + size)
+        yield Piece(batches.map_tensors(itemgetter(own), rows) if size else None, size, total, number)
+        first += size
 
 
 class DatasetFeed(Feed):
@@ -242,7 +289,7 @@ class DatasetFeed(Feed):
         """See `Feed.pieces`."""
         set_epoch(self._dataset, epoch)
         self._sampler.refill(
-            Keyed(share.indices.tolist(), self._order.key(epoch, number), epoch)
+            Keyed(share.listed(), self._order.key(epoch, number), epoch)
             for number, share in self._order.numbered(epoch, start.step, start.taken)
             if len(share.indices)
         )

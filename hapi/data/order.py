@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,10 +20,24 @@ _MOST_IN_MEMORY = 1 << 22
 class Share(NamedTuple):
     """One rank's part of one global batch."""
 
-    indices: torch.Tensor
-    """(size,) int64, into the data set."""
+    indices: torch.Tensor | range
+    """(size,) int64, into the data set; a range where they follow one another."""
     total: int
     """Samples of the whole global batch."""
+
+    def listed(self) -> list[int]:
+        """The indices as plain numbers."""
+        return list(self.indices) if isinstance(self.indices, range) else self.indices.tolist()
+
+
+def joined(parts: list[torch.Tensor | range]) -> torch.Tensor | range:
+    """The indices of several shares, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    ranges = [part for part in parts if isinstance(part, range)]
+    if len(ranges) == len(parts) and all(a.stop == b.start for a, b in pairwise(ranges)):
+        return range(ranges[0].start, ranges[-1].stop)
+    return torch.cat([torch.arange(p.start, p.stop) if isinstance(p, range) else p for p in parts])
 
 
 def filled_part(total: int, size: int, rank: int) -> tuple[int, int]:
@@ -113,9 +128,7 @@ class GlobalOrder:
                 return
             begin, end = full if total == self.global_batch else self._part(total)
             indices = (
-                torch.arange(first + begin, first + end)
-                if permutation is None
-                else permutation[first + begin : first + end]
+                range(first + begin, first + end) if permutation is None else permutation[first + begin : first + end]
             )
             yield Share(indices, total)
 

@@ -16,11 +16,18 @@ class BatchSource(Protocol):
 
     def __len__(self) -> int: ...
 
-    def fetch_batch(self, indices: torch.Tensor) -> Any:
+    def fetch_batch(self, indices: torch.Tensor | range) -> Any:
         """The batch of these (B,) int64 indices, on the CPU."""
 
     def finish_batch(self, batch: Any) -> Any:
         """What is left to do once the batch lies on the device, such as converting and normalizing images."""
+
+
+def rows_of(column: torch.Tensor, indices: torch.Tensor | range) -> torch.Tensor:
+    """Rows of a tensor, copied: what the network does to them in place must not reach the user's data."""
+    if isinstance(indices, range):
+        return column[indices.start : indices.stop].clone()
+    return column.index_select(0, indices)
 
 
 class Columns:
@@ -56,9 +63,11 @@ class Columns:
         several = isinstance(self._columns, tuple) and len(self._columns) > 1
         return self._columns[-1] if several else None
 
-    def fetch_batch(self, indices: torch.Tensor) -> Any:
-        """The rows, copied: what the network does to them in place must not reach the user's tensors."""
-        return map_tensors(lambda column: column.index_select(0, indices), self._columns)
+    is_random = False
+
+    def fetch_batch(self, indices: torch.Tensor | range) -> Any:
+        """The rows, copied."""
+        return map_tensors(lambda column: rows_of(column, indices), self._columns)
 
     def finish_batch(self, batch: Any) -> Any:
         """Nothing is left to do."""
@@ -77,9 +86,14 @@ class SubsetSource:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def fetch_batch(self, indices: torch.Tensor) -> Any:
+    @property
+    def is_random(self) -> bool:
+        """Whether batches are drawn by chance."""
+        return getattr(self.dataset, "is_random", True)
+
+    def fetch_batch(self, indices: torch.Tensor | range) -> Any:
         """The rows of the underlying source."""
-        return self.dataset.fetch_batch(self.indices[indices])
+        return self.dataset.fetch_batch(rows_of(self.indices, indices))
 
     def finish_batch(self, batch: Any) -> Any:
         """As the underlying source does."""

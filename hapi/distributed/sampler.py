@@ -71,7 +71,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         # As Paddle's: who never calls set_epoch gets a new order each time all the same.
         self.epoch += 1
         for share in self._order(self.rank).shares(epoch):
-            indices = share.indices.tolist()
+            indices = share.listed()
             yield indices or [self._spare(epoch, share.total)]
 
     def set_epoch(self, epoch: int) -> None:

@@ -47,12 +47,15 @@ class Metric:
     _defaults: dict[str, State]
     _reduce: dict[str, str]
     _device: torch.device
+    label_span: tuple[int, int] | None
+    """Between which numbers all labels of the pass lie, ignored ones included, where that is known beforehand."""
 
     def __new__(cls: type[M], *args: Any, **kwargs: Any) -> M:
         """Set what every metric has, also one that does not call ``super().__init__()``."""
         metric = super().__new__(cls)
         metric.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
         metric._defaults, metric._reduce, metric._device = {}, {}, torch.device("cpu")
+        metric.label_span = None
         return metric
 
     def __init__(self, name: str | None = None) -> None:

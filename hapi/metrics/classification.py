@@ -101,6 +101,7 @@ class Accuracy(_Counting):
 
     hits: Tensor
     counted: Tensor
+    complete: int
 
     def __init__(
         self,
@@ -118,7 +119,9 @@ class Accuracy(_Counting):
         self._names = [name] if self.topk == (1,) else [f"{name}_top{k}" for k in self.topk]
         # hits[k]: how often the label was the output with exactly k larger ones.
         self.add_state("hits", torch.zeros(max(self.topk), dtype=torch.int64))
+        # What has counted: of labels with some to leave out, and of those without.
         self.add_state("counted", torch.tensor(0))
+        self.add_state("complete", 0)
 
     @property
     def names(self) -> list[str]:
@@ -135,7 +138,10 @@ class Accuracy(_Counting):
         """
         outputs, labels = align(self, *pair(self, outputs, labels))
         ignored = self.ignore_index
-        self.counted += labels.numel() if ignored is None else is_counted(labels, ignored).sum()
+        if ignored is None or self._lies_outside(ignored):
+            self.complete += labels.numel()
+        else:
+            self.counted += is_counted(labels, ignored).sum()
         if outputs.ndim > labels.ndim:
             self._count_classes(outputs, labels)
             return
@@ -148,6 +154,10 @@ class Accuracy(_Counting):
             self._count(outputs, labels)
         else:
             self.hits += self._counting(outputs.eq(labels), labels).sum()
+
+    def _lies_outside(self, label: int) -> bool:
+        """Whether no label of the pass is this one, so that none need be looked for."""
+        return self.label_span is not None and not self.label_span[0] <= label <= self.label_span[1]
 
     def _count_classes(self, outputs: Tensor, labels: Tensor) -> None:
         deepest = self.hits.numel()
@@ -174,7 +184,7 @@ class Accuracy(_Counting):
             true_positives, predicted, actual, samples = self._counted()
             # Of one column all is right but the ones that were missed or wrongly found.
             hits += samples - predicted - actual + 2 * true_positives
-        shares = as_exact(hits) / self.counted
+        shares = as_exact(hits) / (self.counted + self.complete)
         values = {name: shares[k - 1] for name, k in zip(self._names, self.topk, strict=True)}
         return values if len(values) > 1 else values[self._names[0]]
 

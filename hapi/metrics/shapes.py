@@ -19,6 +19,8 @@ def pair(metric: Metric, outputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
     Raises:
         TypeError: There are several of them, or none.
     """
+    if isinstance(outputs, Tensor) and isinstance(labels, Tensor):
+        return outputs, labels
     outputs, labels = (tensor_of(value, torch.float64) if is_array(value) else value for value in (outputs, labels))
     for noun, value in (("outputs", outputs), ("labels", labels)):
         if not isinstance(value, Tensor):

@@ -25,17 +25,21 @@ class Tally:
     Args:
         metrics: The metrics, as `as_metrics` returns them. They are copied, and start anew.
         device: Where the network's outputs are.
+        label_span: Between which numbers all labels of the pass lie; None: that is not known.
 
     Attributes:
         recent_losses: The losses since the last `take_nonfinite`.
     """
 
-    def __init__(self, metrics: Sequence[Metric], device: torch.device) -> None:
+    def __init__(
+        self, metrics: Sequence[Metric], device: torch.device, label_span: tuple[int, int] | None = None
+    ) -> None:
         self._blank = [copy.deepcopy(metric) for metric in metrics]
         for metric in self._blank:
             metric.reset()
         self.metrics = [copy.deepcopy(metric).to(device) for metric in self._blank]
-        self._device = device
+        for metric in self.metrics:
+            metric.label_span = label_span
         exact = torch.float32 if device.type == "mps" else torch.float64
         self._loss_sum = torch.zeros((), dtype=exact, device=device)
         # The weight so far: what came as numbers, what came as tensors.

@@ -1,0 +1,127 @@
+"""Data in memory: several small batches are read at once, and a step gets exactly what it would get by itself."""
+
+import pytest
+import torch
+from torch import nn
+
+import hapi
+from hapi.data.feeds import SourceFeed, Start
+from hapi.data.order import GlobalOrder
+from hapi.data.sources import Columns
+from hapi.datasets import FashionMNIST
+from hapi.metrics import classification
+
+CPU = torch.device("cpu")
+
+
+class Counted(Columns):
+    """Columns that count how often they are read."""
+
+    fetches = 0
+
+    def fetch_batch(self, indices):
+        self.fetches += 1
+        return super().fetch_batch(indices)
+
+
+def order_of(length, batch, ranks=1, rank=0, shuffle=True, even=True):
+    return GlobalOrder(length, batch * ranks, ranks, rank, shuffle=shuffle, drop_last=False, seed=5, even=even)
+
+
+@pytest.mark.parametrize(("length", "width", "batch"), [(1000, 16, 32), (1000, 3, 7), (33, 16, 32), (70, 5000, 16)])
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("ranks", "even"), [(1, True), (3, True), (3, False)])
+def test_each_step_gets_its_own_rows_wherever_an_epoch_starts(length, width, batch, shuffle, ranks, even):
+    columns = torch.arange(length * width, dtype=torch.float32).reshape(length, width), torch.arange(length)
+    for rank in range(ranks):
+        order = order_of(length, batch, ranks, rank, shuffle, even)
+        shares = list(order.shares(3))
+        feed = SourceFeed(Columns(columns), order, CPU)
+        for step in (0, len(shares) // 2):
+            pieces = list(feed.pieces(3, Start(step, step * order.global_batch)))
+            assert len(pieces) == len(shares) - step
+            for number, (piece, share) in enumerate(zip(pieces, shares[step:], strict=True), step):
+                rows = torch.tensor(share.listed(), dtype=torch.int64)
+                assert (piece.size, piece.total, piece.position) == (len(rows), share.total, number * ranks + rank)
+                if piece.size:
+                    x, y = feed.place(piece.batch)
+                    assert torch.equal(x, columns[0][rows])
+                    assert torch.equal(y, rows)
+                    # What is computed may depend on it in its last bits, so it must not on where an epoch starts.
+                    assert x.data_ptr() % 64 == y.data_ptr() % 64 == 0
+                else:
+                    assert piece.batch is None
+
+
+def test_small_batches_are_read_several_at_a_time_and_large_ones_alone():
+    small = Counted((torch.zeros(4096, 16), torch.zeros(4096, dtype=torch.int64)))
+    assert len(list(SourceFeed(small, order_of(4096, 32), CPU).pieces(0))) == 128
+    assert small.fetches == 1 + 4
+    large = Counted(torch.zeros(64, 20000))
+    assert len(list(SourceFeed(large, order_of(64, 8), CPU).pieces(0))) == 8
+    assert large.fetches == 8
+
+
+def test_what_is_drawn_for_a_batch_is_drawn_in_its_step():
+    from torchvision.transforms import Compose, RandomCrop, ToTensor
+
+    data = FashionMNIST(mode="test", sample=True, transform=Compose([RandomCrop(28, padding=4), ToTensor()]))
+    feed = SourceFeed(data, order_of(len(data), 32), CPU)
+    given = []
+    for piece in feed.pieces(0):
+        torch.manual_seed(int(piece.position))
+        given.append(feed.place(piece.batch)[0])
+    indices = [torch.tensor(share.listed()) for share in order_of(len(data), 32).shares(0)]
+    for number, (rows, images) in enumerate(zip(indices, given, strict=True)):
+        torch.manual_seed(number)
+        assert torch.equal(data.finish_batch(data.fetch_batch(rows))[0], images)
+
+
+class Spoiling(nn.Module):
+    """Writes into what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x.mul_(0).add_(1))
+
+
+def spoiling_loss(outputs, labels):
+    labels.fill_(0)
+    return nn.functional.cross_entropy(outputs, labels)
+
+
+def test_what_is_written_into_a_batch_does_not_reach_the_data():
+    x, y = torch.rand(100, 4), torch.randint(1, 3, (100,))
+    kept = x.clone(), y.clone()
+    network = Spoiling()
+    model = hapi.Model(network).prepare(torch.optim.SGD(network.parameters(), lr=0.1), spoiling_loss)
+    model.fit((x, y), eval_data=(x, y), epochs=1, batch_size=16, shuffle=False, verbose=0)
+    model.evaluate((x, y), batch_size=16, verbose=0)
+    model.predict((x, y), batch_size=16)
+    assert torch.equal(x, kept[0])
+    assert torch.equal(y, kept[1])
+
+
+@pytest.mark.parametrize(("ignored", "holes"), [(-100, False), (2, False), (None, False), (-100, True), (None, True)])
+def test_labels_that_are_left_out_are_looked_for_only_where_there_may_be_some(ignored, holes, monkeypatch):
+    looked = []
+    is_counted = classification.is_counted
+    monkeypatch.setattr(classification, "is_counted", lambda *args: looked.append(1) or is_counted(*args))
+    torch.manual_seed(0)
+    x, y = torch.rand(100, 4), torch.randint(0, 3, (100,))
+    if holes:
+        y[::7] = -100
+    network = nn.Linear(4, 3)
+    metrics = hapi.metrics.Accuracy(ignore_index=ignored)
+    model = hapi.Model(network).prepare(loss=nn.CrossEntropyLoss(), metrics=metrics)
+    logs = model.evaluate((x, y), batch_size=16, verbose=0)
+    counted = torch.ones_like(y, dtype=torch.bool) if ignored is None else y != ignored
+    right = network(x).argmax(1).eq(y) & counted
+    assert logs["acc"] == int(right.sum()) / int(counted.sum())
+    assert bool(looked) == (ignored is not None and (holes or ignored == 2))
+    # A metric by itself knows nothing of the data.
+    metrics.update(network(x).detach(), y)
+    assert metrics.compute() == logs["acc"]
