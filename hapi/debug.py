@@ -5,8 +5,10 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from hapi import arguments
 from hapi.callbacks.base import Callback, as_list
 from hapi.callbacks.history import History
+from hapi.callbacks.lr import LRScheduler
 from hapi.callbacks.terminal import number, say
 from hapi.checks import positive_int
 from hapi.trial import untouched
@@ -92,7 +94,7 @@ def overfit_batches(
         batches: How many, on each process.
         epochs: How many times.
         batch_size: Samples per process and step (32). Not with a DataLoader.
-        callbacks: As of `fast_dev_run`.
+        callbacks: As of `fast_dev_run`, `LRScheduler` left out too.
         num_workers: Processes that load data (0).
         verbose: 1: a line that says how the loss went. 2: a line for each pass too. 0: none.
 
@@ -100,7 +102,9 @@ def overfit_batches(
         The values of each pass.
     """
     positive_int("batches", batches, 1)
-    kept = [callback for callback in as_list(callbacks) if not _writes(callback)]
+    arguments.check_reading(num_workers or 0, verbose)
+    # One that moves the scheduler would find none.
+    kept = [each for each in as_list(callbacks) if not (_writes(each) or isinstance(each, LRScheduler))]
     with untouched(model, batches, repeat=True):
         model._engine.prepared.schedule = None
         history = model.fit(
@@ -119,4 +123,4 @@ def overfit_batches(
 def _writes(callback: Callback) -> bool:
     """Whether a callback is one of hapi's that writes files, or made of one. What is no callback is refused by fit."""
     ours = [kind.__name__ for kind in type(callback).__mro__ if kind.__module__.startswith("hapi.callbacks.")]
-    return any(name not in (*_WITHOUT_FILES, "Callback", "Saver") for name in ours) or "Saver" in ours
+    return any(name not in (*_WITHOUT_FILES, "Callback") for name in ours)

@@ -104,8 +104,7 @@ _RENAMED = {
     "callbacks": "callback cbs",
     "batch_size": "batchsize bs batch batch_sizes minibatch_size train_batch_size per_device_train_batch_size "
     "eval_batch_size",
-    "num_iters": "max_steps steps_per_epoch limit_train_batches limit_val_batches steps num_steps max_iters n_iters "
-    "iters max_iter num_iter iterations validation_steps",
+    "num_iters": "max_steps steps num_steps max_iters n_iters iters max_iter num_iter iterations",
     "eval_freq": "validation_freq check_val_every_n_epoch val_freq eval_every eval_interval val_interval "
     "evaluation_freq",
     "log_freq": "log_every_n_steps log_interval print_freq logging_steps log_steps log_every",
@@ -135,7 +134,17 @@ _IN_OPTIMIZER = (
 _IN_LOADER = (
     "It is a loader's: give torch.utils.data.DataLoader(data, batch_size=32, shuffle=True, {name}=...) as data."
 )
+# num_iters would end the training in its first epoch.
+_IN_EPOCH = (
+    "An epoch is all of the data: pass fewer samples, torch.utils.data.Subset(data, range(1000)), or a shorter list of "
+    "batches. (num_iters= counts the training steps of all epochs together.)"
+)
+_IN_EVALUATION = "All of eval_data is evaluated: pass fewer samples, torch.utils.data.Subset(data, range(1000))."
 _SAID_OTHERWISE = {
+    "steps_per_epoch": _IN_EPOCH,
+    "limit_train_batches": _IN_EPOCH,
+    "validation_steps": _IN_EVALUATION,
+    "limit_val_batches": _IN_EVALUATION,
     "y": "Data and labels go together, as one tuple: (x, y).",
     "target": "Data and labels go together, as one tuple: (x, y).",
     "targets": "Data and labels go together, as one tuple: (x, y).",

@@ -57,10 +57,10 @@ def flops(network: Any, input_size: Any = None, dtype: Any = None, inputs: Any =
             "the network takes, inputs=batch, or input_size=(1, 3, 32, 32)."
         )
     if inputs is None:
-        inputs = table.make_inputs(network, input_size, dtype)
+        inputs = table.make_inputs(network, input_size, dtype, "flops")
     with table.materialized(network) as network, _decomposed(network):
         counter = FlopCounterMode(display=False)
-        trace = _Counts(counter=counter)
+        trace = _Counts(caller="flops", counter=counter)
         with counter:
             table.run(network, inputs, trace)
     total = int(counter.get_total_flops())

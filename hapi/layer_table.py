@@ -79,27 +79,29 @@ def summary(
 # What the network is run on
 
 
-def make_inputs(network: nn.Module, input_size: Any, dtype: Any) -> Any:
-    """Inputs of the shapes and dtypes that `summary` was given; see there."""
+def make_inputs(network: nn.Module, input_size: Any, dtype: Any, caller: str = "summary") -> Any:
+    """Inputs of the shapes and dtypes that `summary` was given; see there. Messages name the caller."""
     example = next((p for p in network.parameters() if p.is_floating_point()), None)
     default = example.dtype if example is not None else torch.get_default_dtype()
     if isinstance(input_size, Mapping):
         named = dtype if isinstance(dtype, Mapping) else dict.fromkeys(input_size, dtype)
-        return {name: _make_input(size, named.get(name) or default, network) for name, size in input_size.items()}
+        return {
+            name: _make_input(size, named.get(name) or default, network, caller) for name, size in input_size.items()
+        }
     sizes = [input_size] if _is_shape(input_size) else input_size
     if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not sizes:
         raise TypeError(
-            f"summary received input_size={input_size!r}, which is neither a shape nor a list of shapes. "
+            f"{caller} received input_size={input_size!r}, which is neither a shape nor a list of shapes. "
             "Write input_size=(1, 3, 32, 32), or [(1, 3, 32, 32), (1, 10)] for two inputs."
         )
     dtypes = list(dtype) if isinstance(dtype, (list, tuple)) else [dtype] * len(sizes)
     if len(dtypes) != len(sizes):
         raise ValueError(
-            f"summary received {len(dtypes)} dtypes for {len(sizes)} inputs, so some input has none. "
+            f"{caller} received {len(dtypes)} dtypes for {len(sizes)} inputs, so some input has none. "
             'Pass one dtype for all, or a list with one an input: dtype=["int64", "float32"].'
         )
     pairs = zip(sizes, dtypes, strict=True)
-    return tuple(_make_input(size, kind or default, network) for size, kind in pairs)
+    return tuple(_make_input(size, kind or default, network, caller) for size, kind in pairs)
 
 
 def _is_shape(value: Any) -> bool:
@@ -108,30 +110,30 @@ def _is_shape(value: Any) -> bool:
     return bool(value) and all(size is None or isinstance(size, int) for size in value)
 
 
-def _make_input(size: Any, dtype: Any, network: nn.Module) -> torch.Tensor:
+def _make_input(size: Any, dtype: Any, network: nn.Module, caller: str) -> torch.Tensor:
     if not _is_shape(size):
         raise TypeError(
-            f"summary received {size!r} as the shape of an input, but a shape is a tuple of whole numbers. "
+            f"{caller} received {size!r} as the shape of an input, but a shape is a tuple of whole numbers. "
             "Write (1, 3, 32, 32): the batch dimension first."
         )
     batch, *rest = size
     shape = [1 if batch in (None, -1) else batch, *rest]
     if any(length is None or length < 0 for length in shape):
         raise ValueError(
-            f"summary received the shape {tuple(size)}, but a forward pass needs every size: only the first, "
+            f"{caller} received the shape {tuple(size)}, but a forward pass needs every size: only the first, "
             "the batch dimension, may be None or -1. Write the sizes of a real batch, tuple(batch.shape)."
         )
-    kind = _as_dtype(dtype)
+    kind = _as_dtype(dtype, caller)
     # Zeros are valid indices for an embedding; ones keep a logarithm or a division finite.
     fill = 1 if kind.is_floating_point or kind.is_complex else 0
     return torch.full(shape, fill, dtype=kind, device=_device(network))
 
 
-def _as_dtype(dtype: Any) -> torch.dtype:
+def _as_dtype(dtype: Any, caller: str = "summary") -> torch.dtype:
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(kind, torch.dtype):
         raise TypeError(
-            f"summary received {dtype!r} as a dtype, which torch does not know. "
+            f"{caller} received {dtype!r} as a dtype, which torch does not know. "
             'Write a torch.dtype or its name: torch.int64 or "int64".'
         )
     return kind
@@ -153,6 +155,8 @@ class Trace:
 
     shapes: dict[nn.Module, str] = field(default_factory=dict)
     running: list[nn.Module] = field(default_factory=list)
+    caller: str = "summary"
+    """Whose forward pass it is, for messages."""
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Before a layer's forward."""
@@ -250,7 +254,7 @@ def _failure(network: nn.Module, trace: Trace, inputs: Any, error: Exception) ->
     where = f"its layer {names[layer]!r} ({type(layer).__name__})" if names.get(layer) else "its forward"
     given = inputs[0] if isinstance(inputs, tuple) and len(inputs) == 1 else inputs
     return (
-        f"summary gave the network {_describe(given)}, and {where} failed: {type(error).__name__}: {error}. "
+        f"{trace.caller} gave the network {_describe(given)}, and {where} failed: {type(error).__name__}: {error}. "
         "Pass the shape and dtype of a real batch, input_size=tuple(batch.shape), or itself, inputs=batch."
     )
 

@@ -280,5 +280,7 @@ def _fit_params(
         "samples": train.samples,
         "metrics": names,
         "accumulate_grad_batches": options.accumulate_grad_batches,
+        # As it was prepared: a callback may do the clipping itself.
+        "clip_grad_norm": model._engine.prepared.clip_grad_norm,
         **{n: getattr(options, n) for n in ("verbose", "log_freq", "save_dir", "save_freq", "eval_freq", "num_iters")},
     }

@@ -14,6 +14,7 @@ import torch
 
 from hapi import arguments, kinds, modes, rng, session
 from hapi.batch import floats_for
+from hapi.callbacks import drawing
 from hapi.callbacks.base import CallbackList
 from hapi.checks import positive_int
 from hapi.data import Feed, Piece, Request, make_feed
@@ -60,38 +61,25 @@ class RateSweep:
         return self.rates[slopes[min(slopes)]] if slopes else self.rates[lowest]
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> None:
-        """Draw the losses over the rates. Needs matplotlib.
+        """Draw the losses over the rates. Needs matplotlib. Every process may call it, and rank 0 alone draws.
 
         Args:
-            path: The image file to write, its format told by the ending. None: show it on the screen or in the
-                notebook.
+            path: The image file to write, its format told by the ending; its folder is made. None: show it on the
+                screen or in the notebook.
 
         Raises:
             ImportError: matplotlib is not installed.
-            RuntimeError: There is nowhere to show it.
+            RuntimeError: There is nothing to draw, or nowhere to show it.
         """
-        try:
-            import matplotlib
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                "RateSweep.plot draws with matplotlib, which is not installed. Install it: pip install torch-hapi[plot]"
-            ) from error
-        if path is not None:
-            figure = Figure(figsize=(6, 4), layout="constrained")
-            self._draw(figure)
-            figure.savefig(path)
-            return
-        if matplotlib.get_backend().lower() == "agg":
+        if not self.rates:
             raise RuntimeError(
-                "RateSweep.plot was to show the curve, but there is no screen here. Write it to a file: plot('lr.png')."
+                "This RateSweep holds no step, since the very first loss was infinite or NaN, so there is nothing to "
+                "draw. Check the data and the loss."
             )
-        from matplotlib import pyplot
-
-        self._draw(pyplot.figure(figsize=(6, 4), layout="constrained"))
-        pyplot.show()
+        drawing.show(RateSweep, path, "lr.png", self._draw)
 
     def _draw(self, figure: Any) -> None:
+        figure.set_size_inches(6, 4)
         axes = figure.subplots()
         axes.plot(self.rates, self.losses, alpha=0.3, label="loss")
         axes.plot(self.rates, self.smoothed, label="smoothed")
@@ -118,7 +106,8 @@ def find_lr(
 
     Afterwards the model is as it was: weights, buffers, optimizer, scheduler, loss scaler, counters, and the script's
     random state. The sweep ends early where the loss grows out of all bounds. The scheduler is left out; further groups
-    of parameters keep their rate's ratio to the first's. Choose a rate by what you see, or take the suggestion::
+    of parameters keep their rate's ratio to the first's. Choose a rate by what you see, or take the suggestion (and
+    make a scheduler anew, which has the rate that the optimizer had when it was made)::
 
         sweep = hapi.find_lr(model, train_data, batch_size=64)
         sweep.plot("lr.png")

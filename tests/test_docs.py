@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import docs_pages
@@ -58,6 +59,23 @@ def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     assert set(re.findall(r": (\S+\.md)$", navigation, re.M)) == pages
+
+
+def test_all_that_is_public_is_in_the_reference() -> None:
+    import hapi
+
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((DOCS / "api").glob("*.md")))
+    shown = set(re.findall(r"^::: (\S+)$", text, re.M)) | {
+        name.strip() for names in re.findall(r"members: \[(.*)\]", text) for name in names.split(",")
+    }
+    public = {f"hapi.{name}" if isinstance(getattr(hapi, name), ModuleType) else name for name in hapi.__all__}
+    assert public - {"__version__"} <= shown
+
+
+def test_every_example_of_data_is_in_the_guide() -> None:
+    text = (DOCS / "own-data.md").read_text(encoding="utf-8")
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "examples" / "data").glob("*.py")}
+    assert files == set(re.findall(r"`(examples/data/\w+\.py)`", text))
 
 
 def test_every_launcher_is_in_the_guide() -> None:

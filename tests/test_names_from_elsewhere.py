@@ -128,7 +128,12 @@ def test_attributes_of_the_package(name: str, written: str) -> None:
         ("fit", "num_epochs", "Write epochs= in place"),
         ("fit", "callback", "Write callbacks= in place"),
         ("fit", "batchsize", "Write batch_size= in place"),
-        ("fit", "steps_per_epoch", "Write num_iters= in place"),
+        ("fit", "max_steps", "Write num_iters= in place"),
+        # Of each epoch, or of evaluation: num_iters would cut the training short.
+        ("fit", "steps_per_epoch", "An epoch is all of the data: pass fewer samples"),
+        ("fit", "limit_train_batches", "An epoch is all of the data: pass fewer samples"),
+        ("fit", "validation_steps", "All of eval_data is evaluated: pass fewer samples"),
+        ("fit", "limit_val_batches", "All of eval_data is evaluated: pass fewer samples"),
         ("fit", "epohcs", "Write epochs=, if that is meant."),
         ("fit", "lr", "model.prepare(torch.optim.Adam("),
         ("fit", "y", "(x, y)"),

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 import hapi
 from hapi import sizing
-from hapi.callbacks import EMA, Callback, CSVLogger, EarlyStopping, ModelCheckpoint, Profiler
+from hapi.callbacks import EMA, Callback, CSVLogger, EarlyStopping, LRScheduler, ModelCheckpoint, Profiler
 from hapi.trial import untouched
 
 X = torch.randn(46, 6, generator=torch.Generator().manual_seed(1))
@@ -215,6 +215,8 @@ def test_groups_keep_their_ratio_and_a_scheduler_stays_out(monkeypatch: pytest.M
 def test_a_loss_that_is_no_number_and_one_that_never_falls() -> None:
     sweep = hapi.find_lr(line(), (torch.full((4,), 1e30), torch.zeros(4)), min_lr=1, max_lr=2, steps=5)
     assert sweep.rates == [] and sweep.suggestion is None
+    with pytest.raises(RuntimeError, match="holds no step.*Check the data and the loss"):
+        sweep.plot("lr.png")
     flat = hapi.find_lr(line(), (torch.zeros(4), torch.ones(4)), min_lr=1e-3, max_lr=1.0, steps=20)
     assert flat.losses == [1.0] * 20 and flat.suggestion is None
 
@@ -399,6 +401,14 @@ def test_a_few_batches_are_learnt(capsys: pytest.CaptureFixture[str], batches: i
     assert len(seen) == 80 * batches and len(set(seen)) == batches
     line = capsys.readouterr().out
     assert line.startswith("overfit_batches: loss ") and f"in 80 passes over {batches} batch" in line
+
+
+def test_a_few_batches_with_the_callbacks_of_a_run_that_has_a_schedule() -> None:
+    subject = hapi.Model(nn.Linear(6, 3))
+    step = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)  # noqa: E731
+    subject.prepare(torch.optim.SGD(subject.parameters(), 0.1), nn.CrossEntropyLoss(), scheduler=step)
+    history = hapi.debug.overfit_batches(subject, (X, Y), epochs=3, callbacks=LRScheduler(by_epoch=True), verbose=0)
+    assert history.history["lr"] == [0.1] * 3 and subject.scheduler_interval != "step"
 
 
 def test_labels_that_say_nothing_are_not_learnt_by_a_network_that_cannot() -> None:

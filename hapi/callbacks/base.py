@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -56,7 +57,8 @@ class Callback:
             of a step over all ranks; None: the data decides), ``eval_global_batch``, ``epochs``,
             ``first_epoch`` and ``last_epoch`` (as in ``range``), ``steps`` (of an epoch; None: unknown),
             ``samples``, ``verbose``, ``log_freq``, ``metrics`` (the names that epoch logs will have),
-            ``save_dir``, ``save_freq``, ``eval_freq``, ``num_iters``. In evaluate and predict: ``steps``,
+            ``save_dir``, ``save_freq``, ``eval_freq``, ``num_iters``, ``accumulate_grad_batches``,
+            ``clip_grad_norm``. In evaluate and predict: ``steps``,
             ``samples``, ``global_batch``, ``verbose``, ``log_freq``, ``metrics``. In all: ``callbacks``, those
             of the call in their order.
         batch_freq: The ``on_..._batch_end`` hooks are called on every so many-th step: nothing is gathered
@@ -205,7 +207,8 @@ class CallbackList:
 
         Args:
             hook: The hook's name.
-            args: Its arguments before ``logs``: epoch or step; for ``on_exception`` the exception.
+            args: Its arguments before ``logs``: epoch or step; for ``on_exception`` the exception. What an
+                ``on_exception`` raises becomes a warning.
             logs: The values.
         """
         if hook in self._batch_hooks:
@@ -216,11 +219,11 @@ class CallbackList:
                 if hook.endswith("begin") or _is_due(callback, args[0]):
                     getattr(callback, hook)(*args, dict(logs or {}))
             return
+        if hook == "on_exception":
+            self._tell(*args)
+            return
         for callback in self.callbacks:
-            if hook == "on_exception":
-                callback.on_exception(*args)
-            else:
-                getattr(callback, hook)(*args, dict(logs or {}))
+            getattr(callback, hook)(*args, dict(logs or {}))
 
     def end_epoch(self, epoch: int, logs: Mapping[str, Any], agree: Callable[[], None]) -> None:
         """Call ``on_epoch_end`` of all callbacks.
@@ -282,6 +285,17 @@ class CallbackList:
             if key in states:
                 callback.load_state_dict(states[key])
 
+    def _tell(self, error: BaseException) -> None:
+        """Call all `on_exception`: one that fails keeps neither the others nor `error` from going on."""
+        failed: list[str] = []
+        for callback in self.callbacks:
+            try:
+                callback.on_exception(error)
+            except Exception as another:
+                failed.append(f"{type(callback).__name__}.on_exception failed: {type(another).__name__}: {another}")
+        for text in failed:
+            warnings.warn(text, stacklevel=2)
+
     def _named(self) -> dict[str, Callback]:
         counts: Counter[str] = Counter()
         named: dict[str, Callback] = {}
@@ -326,10 +340,7 @@ def default_callbacks(
         added.append(History())
     if verbose and ProgBarLogger not in kinds:
         added.append(ProgBarLogger(log_freq, verbose))
-    elsewhere = [
-        cb.save_dir is not None and str(cb.save_dir) != str(save_dir) for cb in given if isinstance(cb, ModelCheckpoint)
-    ]
-    if save_dir is not None and all(elsewhere):
+    if save_dir is not None and not any(isinstance(cb, ModelCheckpoint) and cb._saves_in(save_dir) for cb in given):
         added.append(ModelCheckpoint(save_freq))
     return [*added, *given]
 

@@ -204,6 +204,10 @@ class ModelCheckpoint(Saver):
             note(self.verbose, self.params, f"ModelCheckpoint: saved {path}")
         return saved
 
+    def _saves_in(self, save_dir: str | os.PathLike[str]) -> bool:
+        """Whether it saves in fit's folder."""
+        return self.save_dir is None or os.path.realpath(self.save_dir) == os.path.realpath(save_dir)
+
     def _folder(self) -> Path:
         return Path(self.save_dir if self.save_dir is not None else self.params["save_dir"])
 

@@ -40,11 +40,13 @@ class CSVLogger(Callback):
         self._columns: list[str] = []
         self._started = False
         self._resumed = False
+        # Rows of earlier runs, which stay whatever becomes of this one.
+        self._rows_before = 0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Start anew; the file is touched when the first epoch ends."""
         self._columns, self._started, self._resumed = [], False, False
-        self._look()
+        self._rows_before = len(self._look())
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Write the epoch's row."""
@@ -63,23 +65,23 @@ class CSVLogger(Callback):
         self._started = True
 
     def state_dict(self) -> dict[str, Any]:
-        """The columns."""
-        return {"columns": list(self._columns)}
+        """How many rows are earlier runs'."""
+        return {"rows_before": self._rows_before}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keep the file's rows of the epochs before."""
         self._resumed = True
+        self._rows_before = state.get("rows_before", 0)
         self._look()
 
-    def _look(self) -> None:
-        """See before the first epoch that what is to be gone on with is a log."""
-        if get_rank() == 0 and (self.append or self._resumed):
-            self._read()
+    def _look(self) -> list[dict[str, str]]:
+        """The rows that are gone on with; seen before the first epoch to be those of a log."""
+        return self._read() if get_rank() == 0 and (self.append or self._resumed) else []
 
     def _rows_to_keep(self, epoch: int) -> list[dict[str, str]]:
-        rows = self._read() if self.append or self._resumed else []
+        rows = self._look()
         # Rows at the end that the interrupted run wrote after the checkpoint from which this one goes on.
-        while self._resumed and rows and int(rows[-1]["epoch"]) >= epoch:
+        while self._resumed and len(rows) > self._rows_before and int(rows[-1]["epoch"]) >= epoch:
             rows.pop()
         return rows
 

@@ -146,15 +146,23 @@ class EMA(Callback):
 
         Raises:
             FileNotFoundError: There is no such checkpoint.
-            ValueError: It has no averages, or it is damaged.
+            TypeError: An argument is of another kind.
+            ValueError: It has no such averages, or it is damaged.
         """
+        kinds.check(EMA.load, {"path": path, "number": number})
+        if number < 0:
+            raise ValueError(f"EMA.load received number={number}: callbacks are counted from 0. Write number=0.")
         group.barrier()
         _, training = checkpoint.read_pair(os.fspath(path))
-        state = {} if training is None else training["callbacks"].get(f"{type(self).__name__}.{number}")
+        name = type(self).__name__
+        states = {} if training is None else training["callbacks"]
+        state = states.get(f"{name}.{number}")
         if not state:
+            count = sum(key.rpartition(".")[0] == name for key in states)
             raise ValueError(
-                f"EMA.load received {os.fspath(path)!r}, whose training state holds no averages: that fit had no "
-                f"{type(self).__name__} callback. Name a checkpoint of a fit(..., callbacks=EMA())."
+                f"EMA.load received {os.fspath(path)!r}, whose training state holds no averages of number {number}: "
+                f"that fit had {count or 'no'} {name} callback{'s' if count > 1 else ''}. Name a checkpoint of a "
+                "fit(..., callbacks=EMA()), and a number below theirs."
             )
         self.updates, self._averages = state["updates"], dict(state["averages"])
 

@@ -91,5 +91,7 @@ class GradientNorm(Callback):
     def _leave(self) -> None:
         if self._handle is not None:
             self._handle.remove()
-            self._prepared.clip_grad_norm = self._largest
+            # Of several the first does the clipping, and gives it back.
+            if self._largest is not None:
+                self._prepared.clip_grad_norm = self._largest
         self._handle = None

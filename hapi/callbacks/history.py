@@ -49,41 +49,21 @@ class History(Callback):
     def plot(self, path: str | os.PathLike[str] | None = None) -> None:
         """Draw each value over the epochs, a panel each, training and evaluation together. Needs matplotlib.
 
+        Under a launcher every process may call it, and rank 0 alone draws.
+
         Args:
-            path: The image file to write, its format told by the ending. None: show it on the screen or in
-                the notebook.
+            path: The image file to write, its format told by the ending; its folder is made. None: show it on the
+                screen or in the notebook.
 
         Raises:
             ImportError: matplotlib is not installed.
             RuntimeError: There is nothing to draw, or nowhere to show it.
         """
-        from hapi import kinds  # not with `import hapi`
+        from hapi.callbacks import drawing  # not with `import hapi`
 
-        kinds.check(History.plot, {"path": path})
         if not self.epoch:
             raise RuntimeError("This History holds no epoch, so there is nothing to draw. Call fit first.")
-        try:
-            import matplotlib
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                "History.plot draws with matplotlib, which is not installed. Install it: pip install torch-hapi[plot]"
-            ) from error
-        names = self._panels()
-        if path is not None:
-            figure = Figure(layout="constrained")
-            self._draw(figure, names)
-            figure.savefig(path)
-            return
-        if matplotlib.get_backend().lower() == "agg":
-            raise RuntimeError(
-                "History.plot was to show the curves, but there is no screen here. Write them to a file: "
-                "plot('history.png')."
-            )
-        from matplotlib import pyplot
-
-        self._draw(pyplot.figure(layout="constrained"), names)
-        pyplot.show()
+        drawing.show(History, path, "history.png", self._draw)
 
     def state_dict(self) -> dict[str, Any]:
         """The epochs so far."""
@@ -101,9 +81,10 @@ class History(Callback):
         """The values that get a panel of their own: all but those that share the one of training."""
         return [name for name in self.history if not name.startswith("val_") or name[4:] not in self.history]
 
-    def _draw(self, figure: Any, names: list[str]) -> None:
+    def _draw(self, figure: Any) -> None:
         from matplotlib.ticker import MaxNLocator
 
+        names = self._panels()
         columns = min(_COLUMNS, len(names))
         rows = -(-len(names) // columns)
         figure.set_size_inches(4 * columns, 3 * rows)

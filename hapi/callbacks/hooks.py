@@ -39,24 +39,35 @@ def check(callback: Any) -> None:
         )
 
 
-# Keras' and Lightning's names.
-_HOOKS_ELSEWHERE = {
-    "on_batch_begin": "on_train_batch_begin",
-    "on_batch_end": "on_train_batch_end",
-    "on_train_batch_start": "on_train_batch_begin",
-    "on_train_epoch_start": "on_epoch_begin",
-    "on_train_epoch_end": "on_epoch_end",
-    "on_fit_start": "on_train_begin",
-    "on_train_start": "on_train_begin",
-    "on_fit_end": "on_train_end",
-    "on_test_end": "on_eval_end",
-    "on_validation_end": "on_eval_end",
-    "on_validation_epoch_end": "on_eval_end",
+# What Keras, Lightning and Hugging Face call it, part by part in this order, and what it is here.
+_PARTS_ELSEWHERE = {
+    "_start": "_begin",
+    "_fit_": "_train_",
+    "_validation_": "_eval_",
+    "_test_": "_eval_",
+    "_train_epoch_": "_epoch_",
+    "_eval_epoch_": "_eval_",
+    "_predict_epoch_": "_predict_",
+    "on_batch_": "on_train_batch_",
+    "on_step_": "on_train_batch_",
+    "on_save_checkpoint": "state_dict",
+    "on_load_checkpoint": "load_state_dict",
+    "on_evaluate": "on_eval_end",
 }
 
 
 # Classes whose hooks are in order: evaluate, which may be called often, need not look at them again.
 _checked: WeakSet[type] = WeakSet()
+
+
+def _meant(name: str, known: list[str]) -> str | None:
+    """What a method that is no hook was to be, if that can be told."""
+    ours = name
+    for theirs, part in _PARTS_ELSEWHERE.items():
+        ours = ours.replace(theirs, part)
+    if ours in (*known, "state_dict", "load_state_dict"):
+        return ours
+    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
 
 
 def _check_hooks(callback: Callback) -> None:
@@ -70,10 +81,10 @@ def _check_hooks(callback: Callback) -> None:
         if not callable(hook):
             continue
         if name not in known:
-            near = [_HOOKS_ELSEWHERE[name]] if name in _HOOKS_ELSEWHERE else difflib.get_close_matches(name, known, n=1)
+            meant = _meant(name, known)
             raise TypeError(
                 f"{type(callback).__name__} has a method {name}, which is no hook and would never be called. "
-                f"Hooks are {', '.join(known)}" + (f"; {near[0]} is meant?" if near else ".")
+                f"Hooks are {', '.join(known)}" + (f"; {meant} is meant?" if meant else ".")
             )
         if not overrides(callback, name):
             continue

@@ -44,6 +44,12 @@ class LRScheduler(Callback):
                 "LRScheduler says when the model's scheduler steps, but the model has none. Write prepare(..., "
                 "scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 10))."
             )
+        count = sum(isinstance(each, LRScheduler) for each in self.params.get("callbacks", ()))
+        if count > 1:
+            raise ValueError(
+                f"callbacks holds {count} of LRScheduler, but a scheduler steps at one time, and the model's own "
+                "interval would be lost. Keep one of them."
+            )
         if self.by_step is None and self.by_epoch is None:
             return
         self._before = (self.model.scheduler_interval,)

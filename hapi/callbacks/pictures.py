@@ -35,6 +35,9 @@ class Labelled:
         data: A data set of pairs, or `(images, labels)` as tensors or arrays.
         classes: The classes' names; None: the data's own `classes` if it has any, else their numbers.
 
+    Attributes:
+        data: The data, columns as a tuple.
+
     Raises:
         TypeError: The data cannot be indexed.
     """
@@ -50,14 +53,15 @@ class Labelled:
                 f"{owner} received images of type {type(data).__name__}, of which no single image with its label can "
                 "be taken. Pass a data set whose items are (image, label), or (images, labels) as two tensors."
             )
-        self._owner, self._data = owner, data
+        # As `predict` takes it, to which a list is one of batches.
+        self._owner, self.data = owner, data if self._columns is None else self._columns
         inner: Any = data
         while classes is None and inner is not None:
             classes, inner = getattr(inner, "classes", None), getattr(inner, "dataset", None)
         self._classes = classes
 
     def __len__(self) -> int:
-        return len(self._data if self._columns is None else self._columns[0])
+        return len(self.data if self._columns is None else self._columns[0])
 
     def samples(self, count: int) -> list[Captioned]:
         """The first of them."""
@@ -73,7 +77,7 @@ class Labelled:
         Raises:
             ValueError: The outputs are no scores of classes.
         """
-        if not isinstance(outputs, Tensor) or outputs.dim() != 2:
+        if not isinstance(outputs, Tensor) or outputs.dim() != 2 or outputs.shape[1] < 2:
             shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
             raise ValueError(
                 f"{self._owner} was to show wrong predictions, but the network's outputs ({shape}) are no row of "
@@ -90,15 +94,24 @@ class Labelled:
     def _pair(self, index: int) -> tuple[Any, Any]:
         if self._columns is not None:
             return self._columns[0][index], self._columns[1][index]
-        image, label = self._data[index]
+        image, label = self.data[index]
         return image, label
 
     def _label(self, index: int) -> int:
-        return int(self._columns[1][index] if self._columns is not None else self._pair(index)[1])
+        return self._number(self._columns[1][index] if self._columns is not None else self._pair(index)[1])
+
+    def _number(self, label: Any) -> int:
+        try:
+            return int(label)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"{self._owner} received images whose label is {label!r:.60}, which is no class number. Pass labels as "
+                "whole numbers, one for each image: one-hot ones as labels.argmax(1)."
+            ) from error
 
     def _captioned(self, index: int, predicted: int | None = None) -> Captioned:
         image, label = self._pair(index)
-        return Captioned(image, self._name(int(label)), None if predicted is None else self._name(predicted))
+        return Captioned(image, self._name(self._number(label)), None if predicted is None else self._name(predicted))
 
     def _name(self, label: int) -> str:
         named = self._classes is not None and 0 <= label < len(self._classes)

@@ -115,7 +115,7 @@ class Profiler(Callback):
         begun, first = self._begun, self.wait + self.warmup
         self._stop(keep=begun > first)
         if begun <= first:
-            text = f"Profiler: the fit ended after {begun} steps, before the first to record, the {first + 1}th."
+            text = f"Profiler: the fit ended after {begun} steps, before the first to record, step {first + 1}."
             note(self.verbose, self.params, f"{text} Write Profiler(wait=0, warmup=1), or train longer.")
 
     def on_exception(self, exc: BaseException) -> None:

@@ -35,7 +35,7 @@ def known(model: Any, params: Mapping[str, Any]) -> dict[str, Setting]:
         **{name: group.get(name) or None for name in ("momentum", "weight_decay")},
         "scheduler": None if model.scheduler is None else type(model.scheduler).__name__,
         "precision": None if precision is None else str(precision).removeprefix("torch."),
-        "clip_grad_norm": prepared.clip_grad_norm,
+        "clip_grad_norm": params.get("clip_grad_norm"),
         "batch_size": params.get("batch_size"),
         "epochs": params.get("last_epoch"),
         "seed": model._engine.seed,

@@ -100,9 +100,9 @@ class EarlyStopping(Callback):
 
     def _save_best(self) -> None:
         save_dir = self.params.get("save_dir")
-        if self.save_best_model and save_dir is not None and not self._another_saves_best():
+        if self.save_best_model and save_dir is not None and not self._another_saves_best(save_dir):
             save_on_rank_0(lambda: self.model.save(os.path.join(save_dir, "best_model")))
 
-    def _another_saves_best(self) -> bool:
-        others = self.params.get("callbacks", ())
-        return any(isinstance(other, ModelCheckpoint) and other.monitor is not None for other in others)
+    def _another_saves_best(self, save_dir: str | os.PathLike[str]) -> bool:
+        others = [other for other in self.params.get("callbacks", ()) if isinstance(other, ModelCheckpoint)]
+        return any(other.monitor is not None and other._saves_in(save_dir) for other in others)

@@ -73,7 +73,7 @@ class TensorBoard(tracking.Curves):
         if images is not None:
             from hapi.callbacks import pictures
 
-            self._images, self._image_data = pictures.Labelled("TensorBoard", images, classes), images
+            self._images = pictures.Labelled("TensorBoard", images, classes)
             # They are predicted by all ranks together.
             self._on_all_ranks = True
         self._writer: Any = None
@@ -91,7 +91,7 @@ class TensorBoard(tracking.Curves):
         outputs = None
         if self._images is not None:
             batch_size = self.params.get("batch_size") or 32
-            outputs = self.model.predict(self._image_data, batch_size=batch_size, verbose=0)
+            outputs = self.model.predict(self._images.data, batch_size=batch_size, verbose=0)
         super().on_epoch_end(epoch, logs)
         if outputs is not None and get_rank() == 0:
             self._draw("wrong", self._images.wrong(outputs, self.image_count), self.model.steps_trained)

@@ -6,7 +6,16 @@ import pytest
 import torch
 from callback_fakes import FakeModel, fit, losses
 
-from hapi.callbacks import Callback, CSVLogger, EarlyStopping, History, ModelCheckpoint, ProgBarLogger
+import hapi
+from hapi.callbacks import (
+    Callback,
+    CSVLogger,
+    EarlyStopping,
+    GradientNorm,
+    History,
+    ModelCheckpoint,
+    ProgBarLogger,
+)
 from hapi.callbacks.base import CallbackList, default_callbacks
 
 HOOKS = {
@@ -135,6 +144,54 @@ def test_on_exception_gets_the_exception_alone():
     assert watcher.exc is error
 
 
+def test_an_on_exception_that_fails_keeps_nobody_from_putting_things_back():
+    class Fails(Callback):
+        def on_exception(self, exc):
+            raise OSError("the server is gone")
+
+    class Interrupts(Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            raise KeyboardInterrupt
+
+    net = torch.nn.Linear(3, 1)
+    model = hapi.Model(net).prepare("sgd", torch.nn.MSELoss(), clip_grad_norm=0.5)
+    data = torch.ones(4, 3), torch.ones(4, 1)
+    with (
+        pytest.warns(UserWarning, match="Fails.on_exception failed: OSError: the server is gone"),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        model.fit(data, verbose=0, callbacks=[Fails(), GradientNorm(), Interrupts()])
+    assert model._engine.prepared.clip_grad_norm == 0.5
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("on_test_begin", "on_eval_begin"),
+        ("on_test_batch_begin", "on_eval_batch_begin"),
+        ("on_test_batch_end", "on_eval_batch_end"),
+        ("on_batch_end", "on_train_batch_end"),
+        ("on_validation_start", "on_eval_begin"),
+        ("on_validation_batch_start", "on_eval_batch_begin"),
+        ("on_validation_epoch_end", "on_eval_end"),
+        ("on_test_epoch_start", "on_eval_begin"),
+        ("on_predict_epoch_end", "on_predict_end"),
+        ("on_predict_start", "on_predict_begin"),
+        ("on_train_epoch_start", "on_epoch_begin"),
+        ("on_train_batch_start", "on_train_batch_begin"),
+        ("on_fit_start", "on_train_begin"),
+        ("on_step_end", "on_train_batch_end"),
+        ("on_save_checkpoint", "state_dict"),
+        ("on_load_checkpoint", "load_state_dict"),
+        ("on_epoch_edn", "on_epoch_end"),
+    ],
+)
+def test_hooks_of_other_libraries_are_told_as_they_are_called_here(theirs, ours):
+    callback = type("Mine", (Callback,), {theirs: lambda self, *given: None})()
+    with pytest.raises(TypeError, match=f"a method {theirs}, which is no hook.*; {ours} is meant"):
+        CallbackList([callback], FakeModel(), {})
+
+
 def test_the_order():
     mine, last, mine_too = Callback(), ModelCheckpoint(save_dir="d"), CSVLogger("x")
     bar, history = ProgBarLogger(), History()
@@ -206,6 +263,12 @@ def test_the_user_s_own_take_their_places():
     mine = [History(), ProgBarLogger(), ModelCheckpoint()]
     assert defaults(mine, save_dir="d") == mine
     assert defaults(tuple(mine), verbose=0, save_dir="d") == mine
+    # One folder under two names would have each file written, and each old one deleted, twice.
+    assert kinds(defaults([ModelCheckpoint(save_dir="./d/")], verbose=0, save_dir="d")) == [
+        "History",
+        "ModelCheckpoint",
+    ]
+    assert len(defaults([ModelCheckpoint(save_dir="e")], verbose=0, save_dir="d")) == 3
 
 
 def test_a_checkpoint_without_a_folder():

@@ -77,6 +77,18 @@ def test_a_resumed_fit_replaces_the_epochs_that_it_trains_again(tmp_path):
     assert path.read_text() == "epoch,loss,acc\n1,3.0,0.5\n2,2.0,0.75\n3,9.0,0.0\n4,8.0,0.0\n"
 
 
+@pytest.mark.parametrize("saved_after", [0, 1])
+def test_a_resumed_fit_leaves_the_rows_of_earlier_runs(tmp_path, saved_after):
+    path = tmp_path / "log.csv"
+    fit([CSVLogger(path)], ROWS)
+    state = fit([CSVLogger(path, append=True)], ROWS[:saved_after]).callbacks.state_dict()
+    rows = [{"loss": 1.0, "acc": 1.0}, {"loss": 9.0, "acc": 9.0}]
+    fit([CSVLogger(path, append=True)], rows[saved_after:], first_epoch=saved_after)  # written after the checkpoint
+    fit([CSVLogger(path, append=True)], rows[saved_after:], first_epoch=saved_after, state=state)
+    own = "1,1.0,1.0\n" if saved_after == 0 else "1,3.0,0.5\n"
+    assert path.read_text() == f"epoch,loss,acc\n1,3.0,0.5\n2,2.0,0.75\n{own}2,9.0,9.0\n"
+
+
 def test_a_row_that_was_torn_is_left_out(tmp_path):
     path = tmp_path / "log.csv"
     state = fit([CSVLogger(path)], ROWS).callbacks.state_dict()

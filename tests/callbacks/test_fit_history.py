@@ -6,7 +6,8 @@ import math
 import pytest
 from callback_fakes import fit
 
-from hapi.callbacks import History
+from hapi.callbacks import History, drawing
+from hapi.tuning import RateSweep
 
 
 def test_epochs_are_numbered_from_1_and_values_are_floats():
@@ -60,11 +61,21 @@ def test_plot_writes_a_file(trained, tmp_path):
     assert b"<svg" in (tmp_path / "curves.svg").read_bytes()
 
 
+def test_plot_draws_on_rank_0_alone_and_makes_the_folder(trained, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    trained.plot(tmp_path / "new" / "curves.png")
+    assert (tmp_path / "new" / "curves.png").is_file()
+    monkeypatch.setattr(drawing, "get_rank", lambda: 1)
+    trained.plot(tmp_path / "other.png")
+    RateSweep([0.1, 0.2], [2.0, 1.0], [2.0, 1.0]).plot(tmp_path / "other.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
 def test_plot_draws_training_and_evaluation_together(trained):
     figure_module = pytest.importorskip("matplotlib.figure")
     trained.history["val_only"] = [1.0, 2.0]
     figure = figure_module.Figure()
-    trained._draw(figure, trained._panels())
+    trained._draw(figure)
     drawn = [[line.get_label() for line in axes.lines] for axes in figure.axes]
     assert drawn == [["training", "validation"], ["lr"], ["val_only"]]
     assert [(axes.get_xlabel(), axes.get_ylabel()) for axes in figure.axes] == [
@@ -81,7 +92,7 @@ def test_plot_counts_epochs_in_whole_numbers(epochs):
     history = History()
     fit([history], [{"loss": 1.0 / (epoch + 1)} for epoch in range(epochs)])
     figure = figure_module.Figure()
-    history._draw(figure, ["loss"])
+    history._draw(figure)
     ticks = list(figure.axes[0].get_xticks())
     assert ticks == [int(tick) for tick in ticks] and any(1 <= tick <= epochs for tick in ticks)
 
@@ -92,7 +103,7 @@ def test_plot_joins_what_was_not_evaluated_each_epoch_and_wraps_many_panels(tmp_
     rows = [{f"metric{i}": float(i) for i in range(9)} | ({"val_metric0": 1.0} if e % 2 else {}) for e in range(5)]
     fit([history], rows)
     figure = figure_module.Figure(layout="constrained")
-    history._draw(figure, history._panels())
+    history._draw(figure)
     assert list(figure.axes[0].lines[1].get_xdata()) == [2, 4]
     assert len(figure.axes) == 9 and figure.get_size_inches().tolist() == [16, 9]
 

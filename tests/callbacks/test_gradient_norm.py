@@ -146,6 +146,16 @@ def test_own_hooks_come_after_it_and_the_error_leaves_clipping() -> None:
     assert subject._engine.prepared.clip_grad_norm == 0.3 and len(subject.optimizer._optimizer_step_pre_hooks) == 1
 
 
+def test_two_of_them_leave_clipping_as_it_was() -> None:
+    plain, subject = model(clip_grad_norm=0.3), model(clip_grad_norm=0.3)
+    logged = Logged()
+    fit(plain)
+    fit(subject, GradientNorm(), GradientNorm(name="again"), logged)
+    assert all(torch.equal(one, two) for one, two in zip(plain.parameters(), subject.parameters(), strict=True))
+    assert all(logs["grad_norm"] == logs["again"] for _, logs in logged.seen) and len(logged.seen) == 2 * STEPS
+    assert subject._engine.prepared.clip_grad_norm == 0.3 and not subject.optimizer._optimizer_step_pre_hooks
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 def test_sparse_gradients(sparse: bool) -> None:
     torch.manual_seed(0)

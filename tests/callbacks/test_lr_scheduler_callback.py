@@ -58,3 +58,10 @@ def test_both_or_neither(both):
 def test_no_scheduler():
     with pytest.raises(ValueError, match=r"the model has none. Write prepare\(..., scheduler="):
         fit([LRScheduler()], losses(1.0))
+
+
+def test_two_of_them():
+    model = model_with_scheduler("as it was")
+    with pytest.raises(ValueError, match=r"holds 2 of LRScheduler.*Keep one of them"):
+        fit([LRScheduler(by_step=True), LRScheduler(by_epoch=True)], losses(1.0), model)
+    assert model.scheduler_interval == "as it was"

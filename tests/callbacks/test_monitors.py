@@ -121,6 +121,10 @@ def test_leaves_best_model_to_a_checkpoint_that_monitors(tmp_path):
     made = [EarlyStopping(patience=9), ModelCheckpoint(monitor="loss", save_freq=9, save_dir=tmp_path)]
     done = fit(made, losses(3.0, 2.0), save_dir=tmp_path)
     assert done.model.saved.count(str(tmp_path / "best_model")) == 1  # the loss is 1.0 both times
+    # One that monitors for another folder leaves fit's alone.
+    made[1] = ModelCheckpoint(monitor="loss", save_freq=9, save_dir=tmp_path / "other")
+    done = fit(made, losses(3.0, 2.0), save_dir=tmp_path)
+    assert done.model.saved.count(str(tmp_path / "best_model")) == 2
     done = fit([EarlyStopping(patience=9), ModelCheckpoint(save_freq=9)], losses(3.0, 2.0), save_dir=tmp_path)
     assert done.model.saved.count(str(tmp_path / "best_model")) == 2
 

@@ -79,7 +79,7 @@ def test_a_fit_that_ends_within_the_window(tmp_path: Path, capsys: pytest.Captur
         profile = Profiler(tmp_path / "never", wait=wait, warmup=1)
         fit(model(), profile, verbose=2)
         assert profile.trace is None and not (tmp_path / "never").exists()
-        assert f"ended after 12 steps, before the first to record, the {wait + 2}th" in capsys.readouterr().out
+        assert f"ended after 12 steps, before the first to record, step {wait + 2}. Write" in capsys.readouterr().out
 
 
 def test_an_error_within_the_window_ends_it(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset, Subset
 
 import hapi
-from hapi.callbacks import TensorBoard, pictures, settings
+from hapi.callbacks import GradientNorm, TensorBoard, pictures, settings
 
 IMAGES = torch.rand(20, 1, 2, 3, generator=torch.Generator().manual_seed(2))
 
@@ -123,6 +123,13 @@ def test_samples_once_and_wrong_predictions_each_epoch(tmp_path: Path) -> None:
     assert sizes(found, "images/wrong") == [(3 * 132, 84 + 28 + 6)] * 2
 
 
+def test_images_and_labels_as_a_list(tmp_path: Path) -> None:
+    fit_images(image_model(), TensorBoard(tmp_path / "list", images=[IMAGES, Y], image_count=3))
+    fit_images(image_model(), TensorBoard(tmp_path / "tuple", images=(IMAGES, Y), image_count=3))
+    listed, paired = (events(tmp_path / name).Images("images/wrong") for name in ("list", "tuple"))
+    assert [event.encoded_image_string for event in listed] == [event.encoded_image_string for event in paired]
+
+
 def test_no_picture_of_nothing_where_all_is_seen_rightly(tmp_path: Path) -> None:
     subject = image_model()
     right = subject.predict((IMAGES, Y), verbose=0).argmax(1)
@@ -183,9 +190,14 @@ def test_what_cannot_be_shown() -> None:
         with pytest.raises(TypeError, match=r"no single image with its label.*Pass a data set"):
             TensorBoard(images=images)
     labelled = pictures.Labelled("TensorBoard", (IMAGES, Y), None)
-    for outputs, received in ((torch.rand(20), r"\(20,\)"), ({"a": X}, "dict")):
+    # Of one column the largest is always the first: all would be class 0.
+    for outputs, received in ((torch.rand(20), r"\(20,\)"), (torch.rand(20, 1), r"\(20, 1\)"), ({"a": X}, "dict")):
         with pytest.raises(ValueError, match=f"{received}.*no row of scores.*Leave images= out"):
             labelled.wrong(outputs, 3)
+    one_hot = pictures.Labelled("TensorBoard", (IMAGES, nn.functional.one_hot(Y)), None)
+    for show in (lambda: one_hot.samples(1), lambda: one_hot.wrong(torch.rand(20, 3), 1)):
+        with pytest.raises(ValueError, match=r"which is no class number.*labels\.argmax\(1\)"):
+            show()
     with pytest.raises(ValueError, match=r"shape \(3,\), which cannot be drawn"):
         pictures.draw([pictures.Captioned(torch.rand(3), "")])
     with pytest.raises(ValueError, match=r"image_count=0.*Write image_count=16"):
@@ -202,14 +214,19 @@ def test_the_hyper_parameters_that_a_fit_knows() -> None:
     subject = image_model()
     optimizer = torch.optim.SGD(subject.parameters(), lr=torch.tensor(0.5), momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    subject.prepare(
-        optimizer, lambda outputs, labels: outputs.mean(), None, "bf16", scheduler=schedule, clip_grad_norm=2
-    )
-    found = settings.known(subject, {"accumulate_grad_batches": 2, "batch_size": None, "last_epoch": 3})
+    subject.prepare(optimizer, lambda outputs, labels: outputs.mean(), None, "bf16", scheduler=schedule)
+    found = settings.known(subject, {"accumulate_grad_batches": 2, "clip_grad_norm": 2, "last_epoch": 3})
     assert found == {
         "network": "Sequential", "parameters": 33, "loss": "<lambda>", "optimizer": "SGD", "lr": 0.5, "momentum": 0.9,
         "scheduler": "StepLR", "precision": "bfloat16", "clip_grad_norm": 2, "epochs": 3, "accumulate_grad_batches": 2,
     }  # fmt: skip
+
+
+def test_the_clipping_is_known_also_where_a_callback_does_it(tmp_path: Path) -> None:
+    subject = image_model()
+    subject.prepare("adam", nn.CrossEntropyLoss(), clip_grad_norm=0.5)
+    fit_images(subject, [GradientNorm(), TensorBoard(tmp_path, hparams={})], epochs=1)
+    assert table(tmp_path)[0]["clip_grad_norm"] == 0.5
 
 
 def test_the_rate_that_a_fit_is_known_by_is_that_which_it_began_with(tmp_path: Path) -> None:
