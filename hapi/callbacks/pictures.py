@@ -36,7 +36,7 @@ class Labelled:
         classes: The classes' names; None: the data's own `classes` if it has any, else their numbers.
 
     Raises:
-        TypeError: The data cannot be indexed.
+        TypeError: The data cannot be indexed; when they are drawn: a label is no number.
     """
 
     def __init__(self, owner: str, data: Any, classes: Sequence[str] | None) -> None:
@@ -94,11 +94,21 @@ class Labelled:
         return image, label
 
     def _label(self, index: int) -> int:
-        return int(self._columns[1][index] if self._columns is not None else self._pair(index)[1])
+        return self._number(self._columns[1][index] if self._columns is not None else self._pair(index)[1])
+
+    def _number(self, label: Any) -> int:
+        try:
+            return int(label)
+        except (TypeError, ValueError, RuntimeError) as error:
+            shape = f" and shape {tuple(label.shape)}" if hasattr(label, "shape") else ""
+            raise TypeError(
+                f"{self._owner} received images with a label of type {type(label).__name__}{shape}, which is not the "
+                "number of a class. Write images=(x, y.argmax(1)) if labels are one-hot, or leave images= out."
+            ) from error
 
     def _captioned(self, index: int, predicted: int | None = None) -> Captioned:
         image, label = self._pair(index)
-        return Captioned(image, self._name(int(label)), None if predicted is None else self._name(predicted))
+        return Captioned(image, self._name(self._number(label)), None if predicted is None else self._name(predicted))
 
     def _name(self, label: int) -> str:
         named = self._classes is not None and 0 <= label < len(self._classes)
@@ -147,10 +157,10 @@ def _bytes(pixels: Tensor) -> tuple[tuple[int, int], bytes]:
     """Width and height, and the colors of each pixel."""
     if pixels.dim() == 2:
         pixels = pixels[None]
-    if pixels.dim() != 3:
+    if pixels.dim() != 3 or not pixels.numel():
         raise ValueError(
-            f"An image has the shape {tuple(pixels.shape)}, which cannot be drawn: an image is (C, H, W) or (H, W). "
-            "Pass images of such a shape, or leave images= out."
+            f"An image has the shape {tuple(pixels.shape)}, which cannot be drawn: an image is (C, H, W) or (H, W), "
+            "none of them 0. Pass images of such a shape, or leave images= out."
         )
     if pixels.shape[0] not in (1, 3) and pixels.shape[2] in (1, 3):
         pixels = pixels.permute(2, 0, 1)
