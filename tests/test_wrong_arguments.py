@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import hapi
-from hapi import callbacks, datasets, distributed, metrics
+from hapi import callbacks, datasets, debug, distributed, metrics, tuning
 from hapi.distributed import fleet
 
 ROOT = Path(hapi.__file__).resolve().parents[1]
@@ -41,6 +41,7 @@ BY_ANNOTATION: dict[str, tuple[Any, ...]] = {
     "torch.device": ("nonsense", 3),
     "Sized": (3,),
     "DistributedStrategy": (3,),
+    "Model": (3, "x", NETWORK),
 }
 BY_NAME: dict[str, tuple[Any, ...]] = {
     "optimizer": (3, "nonsense", nn.Linear(2, 2)),
@@ -71,8 +72,9 @@ LATER = {
     ("hapi.Model", "inputs"),
     ("hapi.Model", "labels"),
     ("hapi.distributed.fleet.distributed_optimizer", "strategy"),
-    # A CPU, where no size can be found, is refused before.
+    # A CPU, where no size can be found, is refused before; the data of an evaluation serves for None.
     ("hapi.find_batch_size", "train_data"),
+    ("hapi.debug.fast_dev_run", "test_data"),
 }
 # What makes a call a right one but for the argument under test.
 RIGHT: dict[str, Any] = {
@@ -97,7 +99,7 @@ def public_calls() -> Iterator[tuple[str, Callable[..., Any]]]:
     for method in ("__init__", *(name for name in vars(hapi.Model) if not name.startswith("_"))):
         if inspect.isfunction(vars(hapi.Model)[method]):
             yield ("hapi.Model", hapi.Model) if method == "__init__" else (f"hapi.Model.{method}", method)
-    for module in (hapi, callbacks, metrics, datasets, distributed):
+    for module in (hapi, callbacks, debug, metrics, datasets, distributed):
         for name in module.__all__:
             found = getattr(module, name)
             if callable(found) and found is not hapi.Model:
@@ -108,6 +110,8 @@ def public_calls() -> Iterator[tuple[str, Callable[..., Any]]]:
     for name in metrics.__all__:
         if name != "Metric":
             yield f"hapi.metrics.{name}.update", getattr(metrics, name)().update
+    yield "hapi.History.plot", callbacks.History().plot
+    yield "hapi.RateSweep.plot", tuning.RateSweep([], [], []).plot
     yield "hapi.metrics.Metric.add_state", metrics.Accuracy().add_state
 
 

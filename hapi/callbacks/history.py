@@ -56,6 +56,7 @@ class History(Callback):
         Raises:
             ImportError: matplotlib is not installed.
             RuntimeError: There is nothing to draw, or nowhere to show it.
+            TypeError: ``path`` is no path.
         """
         from hapi import kinds  # not with `import hapi`
 
