@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,8 +66,8 @@ class RateSweep:
         """Draw the losses over the rates. Needs matplotlib.
 
         Args:
-            path: The image file to write, its format told by the ending. None: show it on the screen or in the
-                notebook.
+            path: The image file to write, its format told by the ending; its folder is made. None: show it on
+                the screen or in the notebook.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -84,6 +85,7 @@ class RateSweep:
         if path is not None:
             figure = Figure(figsize=(6, 4), layout="constrained")
             self._draw(figure)
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path)
             return
         if matplotlib.get_backend().lower() == "agg":

@@ -222,8 +222,8 @@ def test_a_loss_that_is_no_number_and_one_that_never_falls() -> None:
 def test_the_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     sweep = hapi.find_lr(line(), (torch.ones(10), torch.zeros(10)), min_lr=1e-3, steps=30)
-    sweep.plot(tmp_path / "lr.png")
-    assert (tmp_path / "lr.png").read_bytes()[:4] == b"\x89PNG"
+    sweep.plot(tmp_path / "new folder" / "lr.png")
+    assert (tmp_path / "new folder" / "lr.png").read_bytes()[:4] == b"\x89PNG"
     with pytest.raises(RuntimeError, match=r"no screen here.*plot\('lr\.png'\)"):
         sweep.plot()
 

@@ -75,6 +75,8 @@ LATER = {
     # A CPU, where no size can be found, is refused before; the data of an evaluation serves for None.
     ("hapi.find_batch_size", "train_data"),
     ("hapi.debug.fast_dev_run", "test_data"),
+    # Which of several is looked up in the file.
+    ("hapi.callbacks.EMA.load", "number"),
 }
 # What makes a call a right one but for the argument under test.
 RIGHT: dict[str, Any] = {
@@ -110,6 +112,7 @@ def public_calls() -> Iterator[tuple[str, Callable[..., Any]]]:
     for name in metrics.__all__:
         if name != "Metric":
             yield f"hapi.metrics.{name}.update", getattr(metrics, name)().update
+    yield "hapi.callbacks.EMA.load", callbacks.EMA().load
     yield "hapi.History.plot", callbacks.History().plot
     yield "hapi.RateSweep.plot", tuning.RateSweep([], [], []).plot
     yield "hapi.metrics.Metric.add_state", metrics.Accuracy().add_state

@@ -152,8 +152,10 @@ class EMA(Callback):
 
         Raises:
             FileNotFoundError: There is no such checkpoint.
+            TypeError: An argument is of another kind.
             ValueError: It has no averages, or it is damaged.
         """
+        kinds.check(EMA.load, {"self": self, "path": path, "number": number})
         group.barrier()
         _, training = checkpoint.read_pair(os.fspath(path))
         state = {} if training is None else training["callbacks"].get(f"{type(self).__name__}.{number}")

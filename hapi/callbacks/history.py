@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from hapi.callbacks.base import FIRST, Callback, Logs
@@ -50,8 +51,8 @@ class History(Callback):
         """Draw each value over the epochs, a panel each, training and evaluation together. Needs matplotlib.
 
         Args:
-            path: The image file to write, its format told by the ending. None: show it on the screen or in
-                the notebook.
+            path: The image file to write, its format told by the ending; its folder is made. None: show it on
+                the screen or in the notebook.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -74,6 +75,7 @@ class History(Callback):
         if path is not None:
             figure = Figure(layout="constrained")
             self._draw(figure, names)
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path)
             return
         if matplotlib.get_backend().lower() == "agg":
