@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from hapi import arguments
+from hapi import arguments, kinds
 from hapi.callbacks.base import Callback, as_list
 from hapi.callbacks.history import History
 from hapi.callbacks.lr import LRScheduler
@@ -56,6 +56,7 @@ def fast_dev_run(
     Returns:
         The values of the epoch, as its logs hold them.
     """
+    kinds.check(fast_dev_run, {"model": model})
     positive_int("steps", steps, 1)
     kept = [callback for callback in as_list(callbacks) if not _writes(callback)]
     with untouched(model, steps):
@@ -101,6 +102,7 @@ def overfit_batches(
     Returns:
         The values of each pass.
     """
+    kinds.check(overfit_batches, {"model": model})
     positive_int("batches", batches, 1)
     arguments.check_reading(num_workers or 0, verbose)
     # One that moves the scheduler would find none.

@@ -79,5 +79,7 @@ _KINDS = {
     "dict": _Kind("a dict", "{}", lambda value: isinstance(value, Mapping)),
     "os.PathLike": _PATH,
     "Path": _PATH,
+    # By what the trials of it use: importing its class here would load all of hapi.
+    "Model": _Kind("a hapi.Model", "hapi.Model(network)", lambda value: hasattr(value, "_engine")),
     "None": _Kind("None", "None", lambda value: value is None),
 }

@@ -92,12 +92,12 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
     return next(callback for callback in chosen if isinstance(callback, History))
 
 
-def _check_trainable(model: Model) -> None:
+def _check_trainable(model: Model, call: str = "fit") -> None:
     engine = model._engine
     prepared = engine.prepared
     if prepared.optimizer is None:
         raise ValueError(
-            "fit was called without an optimizer, so nothing would move the weights. "
+            f"{call} was called without an optimizer, so nothing would move the weights. "
             "Write model.prepare(torch.optim.Adam(model.parameters(), lr=1e-3), loss) before it."
         )
     # Again: a layer may have been exchanged since prepare.

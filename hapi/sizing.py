@@ -57,7 +57,7 @@ def find_batch_size(
     for name, value in (("start", start), ("steps", steps), *([("largest", largest)] if largest is not None else [])):
         positive_int(name, value, 2)
     _refuse_fixed_sizes(train_data)
-    session._check_trainable(model)
+    session._check_trainable(model, "find_batch_size")
     with untouched(model):
         _refuse_machines(model._engine.ready().device)
         return _search(model, train_data, start, largest, steps, num_workers, verbose)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # How much of the average of losses stays in a step of a sweep.
 _SMOOTHING = 0.9
+# The highest rate: what a float32 holds.
+_HIGHEST = 3.4e38
 # What part of itself a loss has to fall by, to have fallen.
 _ROUNDING = 1e-4
 
@@ -134,7 +136,12 @@ def find_lr(
     """
     kinds.check(find_lr, locals())
     _check_sweep(min_lr, max_lr, steps, diverged)
-    session._check_trainable(model)
+    session._check_trainable(model, "find_lr")
+    if batch_size is not None and global_batch_size is not None:
+        raise ValueError(
+            f"find_lr received batch_size={batch_size} (per process) and global_batch_size={global_batch_size} (over "
+            "all processes), of which only one can decide. Leave one of them out."
+        )
     stated = {"rates": (min_lr, max_lr, steps), "batch": (batch_size, global_batch_size)}
     arguments.same_call("find_lr", stated | arguments.alike(model._engine.prepared))
     rates = [min_lr * (max_lr / min_lr) ** (step / (steps - 1)) for step in range(steps)]
@@ -146,11 +153,12 @@ def find_lr(
 
 def _check_sweep(min_lr: Any, max_lr: Any, steps: Any, diverged: Any) -> None:
     numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in (min_lr, max_lr, diverged))
-    if not numbers or not 0 < min_lr < max_lr or not diverged > 1:
+    # The largest rate, too, has to be a float's, of whatever the layers hold.
+    if not numbers or not 0 < min_lr < max_lr <= _HIGHEST or not diverged > 1:
         raise ValueError(
             f"find_lr received min_lr={min_lr!r}, max_lr={max_lr!r} and diverged={diverged!r}: rates rise from one "
-            "above 0 to a larger one, and a loss has diverged at more than once its lowest value. Write min_lr=1e-7, "
-            "max_lr=10.0, diverged=4.0."
+            "above 0 to a larger one that is finite, and a loss has diverged at more than once its lowest value. Write "
+            "min_lr=1e-7, max_lr=10.0, diverged=4.0."
         )
     positive_int("steps", steps, 100)
     if steps < 3:

@@ -224,8 +224,8 @@ def test_a_loss_that_is_no_number_and_one_that_never_falls() -> None:
 def test_the_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     sweep = hapi.find_lr(line(), (torch.ones(10), torch.zeros(10)), min_lr=1e-3, steps=30)
-    sweep.plot(tmp_path / "lr.png")
-    assert (tmp_path / "lr.png").read_bytes()[:4] == b"\x89PNG"
+    sweep.plot(tmp_path / "new folder" / "lr.png")
+    assert (tmp_path / "new folder" / "lr.png").read_bytes()[:4] == b"\x89PNG"
     with pytest.raises(RuntimeError, match=r"no screen here.*plot\('lr\.png'\)"):
         sweep.plot()
 
@@ -235,6 +235,9 @@ def test_the_plot(tmp_path: Path) -> None:
     [
         ({"min_lr": 0}, "Write min_lr=1e-7"),
         ({"min_lr": 1.0, "max_lr": 0.1}, "Write min_lr=1e-7"),
+        ({"max_lr": math.inf}, r"max_lr=inf.*finite.*Write min_lr=1e-7"),
+        ({"max_lr": 1e300}, r"max_lr=1e\+300.*Write min_lr=1e-7"),
+        ({"batch_size": 2, "global_batch_size": 2}, "only one can decide. Leave one"),
         ({"diverged": 1}, r"diverged=4\.0"),
         ({"steps": 2}, "Write steps=100"),
         ({"steps": 2.5}, "steps"),
@@ -243,7 +246,7 @@ def test_the_plot(tmp_path: Path) -> None:
 def test_sweeps_that_cannot_be(arguments: dict[str, Any], cure: str) -> None:
     with pytest.raises((ValueError, TypeError), match=cure):
         hapi.find_lr(line(), (X, Y), **arguments)
-    with pytest.raises(ValueError, match="without an optimizer"):
+    with pytest.raises(ValueError, match="find_lr was called without an optimizer"):
         hapi.find_lr(hapi.Model(Line()), (X, Y))
 
 

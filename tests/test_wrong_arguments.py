@@ -42,6 +42,7 @@ BY_ANNOTATION: dict[str, tuple[Any, ...]] = {
     "torch.device": ("nonsense", 3),
     "Sized": (3,),
     "DistributedStrategy": (3,),
+    "Model": (3, "x", NETWORK),
 }
 BY_NAME: dict[str, tuple[Any, ...]] = {
     "optimizer": (3, "nonsense", nn.Linear(2, 2)),
@@ -72,8 +73,11 @@ LATER = {
     ("hapi.Model", "inputs"),
     ("hapi.Model", "labels"),
     ("hapi.distributed.fleet.distributed_optimizer", "strategy"),
-    # A CPU, where no size can be found, is refused before.
+    # A CPU, where no size can be found, is refused before; the data of an evaluation serves for None.
     ("hapi.find_batch_size", "train_data"),
+    ("hapi.debug.fast_dev_run", "test_data"),
+    # Which of several is looked up in the file.
+    ("hapi.callbacks.EMA.load", "number"),
 }
 # What makes a call a right one but for the argument under test.
 RIGHT: dict[str, Any] = {

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hapi import kinds
+from hapi.callbacks import tracking
 from hapi.callbacks.base import Callback, Logs
 from hapi.distributed import get_rank
 
@@ -26,27 +27,27 @@ class CSVLogger(Callback):
     Raises:
         TypeError: An argument is of another kind.
         ValueError: ``separator`` is not one character; when a fit begins: the file that is to be gone on with is
-            another table.
+            another table, or none can be written there.
     """
 
     def __init__(self, path: str | os.PathLike[str], append: bool = False, separator: str = ",") -> None:
         kinds.check(CSVLogger, locals())
-        if len(separator) != 1:
+        if len(separator) != 1 or separator in '\r\n"':
             raise ValueError(
-                f"CSVLogger received separator={separator!r}, but one character stands between two columns. Write "
-                'separator=";", or leave it out.'
+                f"CSVLogger received separator={separator!r}, but one character stands between two columns, which is "
+                'neither a quotation mark nor the end of a line. Write separator=";", or leave it out.'
             )
         self.path, self.append, self.separator = Path(path), append, separator
         self._columns: list[str] = []
         self._started = False
         self._resumed = False
-        # Rows of earlier runs, which stay whatever becomes of this one.
-        self._rows_before = 0
+        # Rows of earlier fits, which a resumed one must not take for its own.
+        self._before = 0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Start anew; the file is touched when the first epoch ends."""
         self._columns, self._started, self._resumed = [], False, False
-        self._rows_before = len(self._look())
+        self._before = len(self._look())
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Write the epoch's row."""
@@ -65,44 +66,63 @@ class CSVLogger(Callback):
         self._started = True
 
     def state_dict(self) -> dict[str, Any]:
-        """How many rows are earlier runs'."""
-        return {"rows_before": self._rows_before}
+        """The columns, and how many rows there were before this fit."""
+        return {"columns": list(self._columns), "before": self._before}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keep the file's rows of the epochs before."""
         self._resumed = True
-        self._rows_before = state.get("rows_before", 0)
+        self._before = state.get("before", 0)
         self._look()
 
     def _look(self) -> list[dict[str, str]]:
-        """The rows that are gone on with; seen before the first epoch to be those of a log."""
-        return self._read() if get_rank() == 0 and (self.append or self._resumed) else []
+        """See before the first epoch that there can be a log, and that what is to be gone on with is one; its rows."""
+        if get_rank() != 0:
+            return []
+        tracking.check_place("CSVLogger", "path", self.path, is_file=True)
+        return self._read() if self.append or self._resumed else []
 
     def _rows_to_keep(self, epoch: int) -> list[dict[str, str]]:
         rows = self._look()
         # Rows at the end that the interrupted run wrote after the checkpoint from which this one goes on.
-        while self._resumed and len(rows) > self._rows_before and int(rows[-1]["epoch"]) >= epoch:
+        while self._resumed and len(rows) > self._before and (_epoch(rows[-1]) or 0) >= epoch:
             rows.pop()
         return rows
 
     def _read(self) -> list[dict[str, str]]:
         if not self.path.exists():
             return []
-        with self.path.open(newline="", encoding="utf-8") as file:
-            lines = file.readlines()
-        if lines and not lines[-1].endswith(("\n", "\r")):
-            # A row that a full disk or a power cut has torn.
-            lines.pop()
-        reader = csv.DictReader(lines, delimiter=self.separator)
-        rows = list(reader)
+        try:
+            with self.path.open(newline="", encoding="utf-8") as file:
+                lines = file.readlines()
+            if lines and not lines[-1].endswith(("\n", "\r")):
+                # A row that a full disk or a power cut has torn.
+                lines.pop()
+            reader = csv.DictReader(lines, delimiter=self.separator)
+            rows = list(reader)
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise self._no_log(f"which cannot be read ({error}): it is another file") from error
         columns = list(reader.fieldnames or ())
         if columns and "epoch" not in columns:
-            raise ValueError(
-                f"CSVLogger was to go on with {str(self.path)!r}, whose columns are {', '.join(columns)}: there is no "
-                "epoch, so it is another table, or one with another separator. Give the log a path of its own."
+            raise self._no_log(
+                f"whose columns are {', '.join(columns)}: there is no epoch, so it is another table, or one with "
+                "another separator"
             )
+        for place, row in enumerate(rows, 1):
+            # What a row has more than columns DictReader puts under None.
+            if None in row or (self._resumed and place > self._before and _epoch(row) is None):
+                raise self._no_log(
+                    f"whose row {place} begins with {next(iter(row.values()))!r} and has {_width(row)} of "
+                    f"{len(columns)} cells or no epoch's number: it was changed by hand, or it is another table"
+                )
         self._columns = columns
         return rows
+
+    def _no_log(self, why: str) -> ValueError:
+        return ValueError(
+            f"CSVLogger was to go on with {str(self.path)!r}, {why}. Give the log a path of its own, or move that file "
+            "away."
+        )
 
     def _write(self, rows: list[dict[str, str]], rewrite: bool) -> None:
         if not rewrite:
@@ -117,3 +137,15 @@ class CSVLogger(Callback):
             writer.writeheader()
             writer.writerows(rows)
         os.replace(beside, self.path)
+
+
+def _epoch(row: Mapping[str, str | None]) -> int | None:
+    """A row's epoch, also as a table's program has written it (1.0); None: it has none."""
+    try:
+        return int(float(row["epoch"] or ""))
+    except (ValueError, OverflowError):
+        return None
+
+
+def _width(row: Mapping[str | None, Any]) -> int:
+    return sum(len(cell) if isinstance(cell, list) else cell is not None for cell in row.values())

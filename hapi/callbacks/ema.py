@@ -128,9 +128,15 @@ class EMA(Callback):
 
         Raises:
             RuntimeError: There are no averages yet.
+            TypeError: It is no `hapi.Model`.
             ValueError: They are of another network.
         """
         owner = self.model if model is None else model
+        if owner is not None and not hasattr(owner, "network"):
+            raise TypeError(
+                f"EMA.applied received {owner!r:.80}, of type {type(owner).__name__}, which is no hapi.Model. Write "
+                "ema.applied(hapi.Model(network)), or leave it out after a fit."
+            )
         self._apply(None if owner is None else owner.network)
         try:
             yield

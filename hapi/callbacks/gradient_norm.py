@@ -26,7 +26,7 @@ class GradientNorm(Callback):
         name: The key in the logs.
 
     Raises:
-        ValueError: ``log_freq`` is below 1.
+        ValueError: ``log_freq`` is below 1; when a fit begins: the logs have a value of that name.
     """
 
     def __init__(self, log_freq: int | None = None, name: str = "grad_norm") -> None:
@@ -42,6 +42,14 @@ class GradientNorm(Callback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Come between the backward pass and clipping."""
         self._leave()
+        others = [
+            one.name for one in self.params.get("callbacks", ()) if isinstance(one, type(self)) and one is not self
+        ]
+        if self.name in others or self.name in self.params.get("metrics", ()):
+            raise ValueError(
+                f"GradientNorm received name={self.name!r}, under which the logs hold another value: one would hide "
+                'the other. Write name="grad_norm", or another name that is free.'
+            )
         self._norm = None
         optimizer, self._prepared = self.model.optimizer, self.model._engine.prepared
         self._largest, self._prepared.clip_grad_norm = self._prepared.clip_grad_norm, None

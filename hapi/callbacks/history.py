@@ -58,6 +58,7 @@ class History(Callback):
         Raises:
             ImportError: matplotlib is not installed.
             RuntimeError: There is nothing to draw, or nowhere to show it.
+            TypeError: ``path`` is no path.
         """
         from hapi.callbacks import drawing  # not with `import hapi`
 

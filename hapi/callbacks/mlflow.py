@@ -36,7 +36,7 @@ class MLflowCallback(tracking.Tracker):
     Raises:
         ImportError: mlflow is not installed.
         ValueError: ``log_freq`` is below 1.
-        TypeError: ``params`` holds what is no plain value.
+        TypeError: ``params`` holds what is no plain value, or ``tags`` a name that is no text.
     """
 
     def __init__(
@@ -52,6 +52,12 @@ class MLflowCallback(tracking.Tracker):
         super().__init__(log_freq)
         kinds.check(MLflowCallback, locals())
         tracking.require("MLflowCallback", "mlflow")
+        unnamed = [key for key in tags or {} if not isinstance(key, str)]
+        if unnamed:
+            raise TypeError(
+                f"MLflowCallback received tags with the key {unnamed[0]!r}, of type {type(unnamed[0]).__name__}, but a "
+                'tag has a text for a name. Write tags={"who": "me"}.'
+            )
         self.experiment, self.run_name, self.tracking_uri = experiment, run_name, tracking_uri
         self._chosen = settings.checked("MLflowCallback", "params", params)
         self._tags = dict(tags or {})

@@ -39,7 +39,7 @@ class Labelled:
         data: The data, columns as a tuple.
 
     Raises:
-        TypeError: The data cannot be indexed.
+        TypeError: The data cannot be indexed; when they are drawn: a label is no number.
     """
 
     def __init__(self, owner: str, data: Any, classes: Sequence[str] | None) -> None:
@@ -104,9 +104,10 @@ class Labelled:
         try:
             return int(label)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"{self._owner} received images whose label is {label!r:.60}, which is no class number. Pass labels as "
-                "whole numbers, one for each image: one-hot ones as labels.argmax(1)."
+            shape = f" and shape {tuple(label.shape)}" if hasattr(label, "shape") else ""
+            raise TypeError(
+                f"{self._owner} received images with a label of type {type(label).__name__}{shape}, which is not the "
+                "number of a class. Write images=(x, y.argmax(1)) if labels are one-hot, or leave images= out."
             ) from error
 
     def _captioned(self, index: int, predicted: int | None = None) -> Captioned:
@@ -160,10 +161,10 @@ def _bytes(pixels: Tensor) -> tuple[tuple[int, int], bytes]:
     """Width and height, and the colors of each pixel."""
     if pixels.dim() == 2:
         pixels = pixels[None]
-    if pixels.dim() != 3:
+    if pixels.dim() != 3 or not pixels.numel():
         raise ValueError(
-            f"An image has the shape {tuple(pixels.shape)}, which cannot be drawn: an image is (C, H, W) or (H, W). "
-            "Pass images of such a shape, or leave images= out."
+            f"An image has the shape {tuple(pixels.shape)}, which cannot be drawn: an image is (C, H, W) or (H, W), "
+            "none of them 0. Pass images of such a shape, or leave images= out."
         )
     if pixels.shape[0] not in (1, 3) and pixels.shape[2] in (1, 3):
         pixels = pixels.permute(2, 0, 1)

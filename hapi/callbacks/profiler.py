@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from hapi import kinds
+from hapi.callbacks import tracking
 from hapi.callbacks.base import Callback, Logs
 from hapi.callbacks.terminal import note
 from hapi.distributed import get_rank
@@ -43,7 +44,7 @@ class Profiler(Callback):
 
     Raises:
         TypeError: An argument is of another kind.
-        ValueError: A count is too small.
+        ValueError: A count is too small; when a fit begins: ``log_dir`` cannot be written.
     """
 
     def __init__(
@@ -86,6 +87,8 @@ class Profiler(Callback):
         self.trace = self.table = None
         self._begun = 0
         self._over = not (self.all_ranks or get_rank() == 0)
+        if not self._over:
+            tracking.check_place("Profiler", "log_dir", self.log_dir)
 
     def on_train_batch_begin(self, step: int, logs: Logs | None = None) -> None:
         """Start, go on, or stop: a step ends where the next one begins."""

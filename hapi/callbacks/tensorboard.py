@@ -37,7 +37,7 @@ class TensorBoard(tracking.Curves):
     Raises:
         ImportError: tensorboard is not installed.
         TypeError: An argument is of another kind; ``hparams`` or ``images`` cannot be shown.
-        ValueError: ``log_freq`` or ``image_count`` is below 1.
+        ValueError: ``log_freq`` or ``image_count`` is below 1; when a fit begins: ``log_dir`` cannot be written.
     """
 
     def __init__(
@@ -83,6 +83,8 @@ class TensorBoard(tracking.Curves):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Start anew; nothing is touched before there are values."""
         self._close()
+        if get_rank() == 0:
+            tracking.check_place("TensorBoard", "log_dir", self.log_dir)
         self._begun_at = self.model.steps_trained
         self._introduced = False
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from hapi import signals
+from hapi import files, signals
 from hapi.callbacks.base import Callback, Logs
 from hapi.distributed import get_rank
 
@@ -132,6 +133,29 @@ def require(owner: str, package: str) -> None:
         raise ImportError(
             f"{owner} needs the package {package}, which is not installed, to write its files. "
             f'Run `pip install "torch-hapi[{package}]"`, or use CSVLogger.'
+        )
+
+
+def check_place(owner: str, argument: str, path: Path, is_file: bool = False) -> None:
+    """See that a file, or files in a folder, can be written before a fit takes its first step. Nothing is touched.
+
+    Args:
+        owner: The callback's name, for the message.
+        argument: Its argument's name.
+        path: What the argument received; neither it nor its folder need be there.
+        is_file: Whether it is the file rather than the folder.
+
+    Raises:
+        ValueError: None can.
+    """
+    if is_file and path.is_dir():
+        problem: str | None = f"{path} is a folder"
+    else:
+        problem = files.why_not_writable(path.parent if is_file else path)
+    if problem is not None:
+        raise ValueError(
+            f"{owner} received {argument}={str(path)!r}, where nothing can be written: {problem}. Write a path that "
+            f"you may write to, such as {argument}={str(Path('runs') / path.name)!r}."
         )
 
 

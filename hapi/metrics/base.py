@@ -12,6 +12,7 @@ from torch import Tensor
 State = Tensor | int | float
 M = TypeVar("M", bound="Metric")
 
+_ONE_NUMBER = "Return a float from compute; several values as a dict, whose keys the property `names` announces."
 _REDUCTIONS = ("sum", "max", "min", "cat")
 
 
@@ -138,14 +139,15 @@ class Metric:
             )
         computed = self.compute()
         if isinstance(computed, Mapping):
-            return {name: torch.as_tensor(value) for name, value in computed.items()}
-        return torch.as_tensor(computed)
+            return {name: _as_value(name, value) for name, value in computed.items()}
+        return _as_value(self.name, computed)
 
     def values(self) -> dict[str, Tensor]:
         """The values as logs hold them: name -> 0-dim tensor. What the trainer calls; nothing to override.
 
         Raises:
-            ValueError: The keys are not those that `names` announced.
+            TypeError: A value is no number.
+            ValueError: The keys are not those that `names` announced, or a value is several numbers.
         """
         # Whichever of the two the most derived class defines: a subclass of a built-in metric may override
         # either.
@@ -158,7 +160,7 @@ class Metric:
                 "monitor a value look for the announced names. Override the property `names` to return the dict's "
                 "keys."
             )
-        return values
+        return {name: _as_value(name, value) for name, value in values.items()}
 
     def to(self: M, device: torch.device | str) -> M:
         """Move the states to a device, in place. float64 becomes float32 where the device has none (MPS).
@@ -258,6 +260,23 @@ def _as_tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach()
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+
+
+def _as_value(name: str, computed: Any) -> Tensor:
+    """What a metric has computed, as logs hold it. Nothing is read from the device."""
+    try:
+        value = torch.as_tensor(computed, dtype=torch.float64 if isinstance(computed, float) else None)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"The metric {name!r} computed {computed!r:.60}, of type {type(computed).__name__}: logs hold one number "
+            f"per name. {_ONE_NUMBER}"
+        ) from error
+    if value.numel() != 1 or value.is_complex():
+        raise ValueError(
+            f"The metric {name!r} computed a value of shape {tuple(value.shape)} and dtype {value.dtype}: logs hold "
+            f"one number per name. {_ONE_NUMBER}"
+        )
+    return value.reshape(())
 
 
 def as_exact(value: Tensor) -> Tensor:

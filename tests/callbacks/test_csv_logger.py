@@ -160,3 +160,55 @@ def test_a_run_that_was_cut_ends_with_the_table_of_one_that_was_not(tmp_path, ap
     assert (tmp_path / "cut.csv").read_text().count("\n") == 3
     train("cut", resume=True)
     assert (tmp_path / "cut.csv").read_text() == (tmp_path / "straight.csv").read_text()
+
+
+def test_rows_of_an_earlier_fit_stay_where_the_next_one_is_resumed_from_its_first_epoch(tmp_path):
+    path = tmp_path / "log.csv"
+    fit([CSVLogger(path)], ROWS)
+    state = fit([CSVLogger(path, append=True)], []).callbacks.state_dict()  # cut before its first row
+    fit([CSVLogger(path, append=True)], [{"loss": 7.0, "acc": 0.0}])  # ... or after it
+    again = fit([CSVLogger(path, append=True)], [{"loss": 1.0, "acc": 1.0}], state=state).callbacks.state_dict()
+    assert path.read_text() == "epoch,loss,acc\n1,3.0,0.5\n2,2.0,0.75\n1,1.0,1.0\n"
+    fit([CSVLogger(path, append=True)], [{"loss": 0.5, "acc": 1.0}], state=again)
+    assert path.read_text() == "epoch,loss,acc\n1,3.0,0.5\n2,2.0,0.75\n1,0.5,1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"epoch,loss\n1,2,3\n", r"row 1 begins with '1' and has 3 of 2 cells"),
+        (b"epoch,loss\nx,2\n", r"row 1 begins with 'x'.*no epoch's number"),
+        (b"loss,epoch\n1\n", r"row 1 begins with '1' and has 1 of 2 cells"),
+        (b"epoch,loss\n1,\xe9\n", r"cannot be read .*another file"),
+    ],
+)
+def test_a_file_that_cannot_be_gone_on_with_is_refused_before_the_first_epoch(tmp_path, content, message):
+    path = tmp_path / "log.csv"
+    state = fit([CSVLogger(path)], ROWS).callbacks.state_dict()
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message + r".*a path of its own"):
+        fit([CSVLogger(path)], [], state=state)
+    assert path.read_bytes() == content
+
+
+def test_epochs_that_a_table_program_has_written_as_fractions(tmp_path):
+    path = tmp_path / "log.csv"
+    state = fit([CSVLogger(path)], ROWS).callbacks.state_dict()
+    path.write_text("epoch,loss\n1.0,3.0\n2.0,2.0\n")
+    fit([CSVLogger(path)], [{"loss": 9.0}], first_epoch=1, state=state)
+    assert path.read_text() == "epoch,loss\n1.0,3.0\n2,9.0\n"
+
+
+@pytest.mark.parametrize("name", ["", "folder", "file/log.csv"])
+def test_a_place_where_no_file_can_be_is_refused_before_the_first_epoch(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"CSVLogger received path=.*nothing can be written: .* is a f.*Write a path"):
+        fit([CSVLogger(name)], [])
+
+
+@pytest.mark.parametrize("separator", ["", "::", "\n", "\r", '"'])
+def test_what_cannot_stand_between_two_columns(separator):
+    with pytest.raises(ValueError, match=r"received separator=.*one character.*Write separator"):
+        CSVLogger("log.csv", separator=separator)

@@ -298,3 +298,12 @@ def test_errors_name_the_cure() -> None:
         ema.applied(model(nn.Linear(6, 3))),
     ):
         pass
+
+
+def test_averages_are_put_into_a_model() -> None:
+    ema = EMA()
+    with (
+        pytest.raises(TypeError, match=r"(?s)EMA.applied received .*no hapi.Model. Write ema.applied\(hapi.Model"),
+        ema.applied(network()),
+    ):
+        pass

@@ -55,9 +55,9 @@ def trained():
 
 def test_plot_writes_a_file(trained, tmp_path):
     pytest.importorskip("matplotlib")
-    trained.plot(tmp_path / "curves.png")
+    trained.plot(tmp_path / "new folder" / "curves.png")
     trained.plot(str(tmp_path / "curves.svg"))
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "new folder" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert b"<svg" in (tmp_path / "curves.svg").read_bytes()
 
 

@@ -175,3 +175,11 @@ def test_sparse_gradients(sparse: bool) -> None:
 def test_a_log_freq_that_counts_nothing(log_freq: Any) -> None:
     with pytest.raises(ValueError, match=r"log_freq=.*counts steps from 1.*Write log_freq=10"):
         GradientNorm(log_freq=log_freq)
+
+
+@pytest.mark.parametrize("names", [("loss",), ("lr",), ("norm", "norm")])
+def test_a_name_that_the_logs_have_already(names: tuple[str, ...]) -> None:
+    subject = model(clip_grad_norm=0.1)
+    with pytest.raises(ValueError, match=rf"GradientNorm received name='{names[0]}'.*would hide the other. Write name"):
+        fit(subject, *(GradientNorm(name=name) for name in names))
+    assert subject._engine.prepared.clip_grad_norm == 0.1

@@ -139,3 +139,8 @@ def test_rank_1_writes_nothing(store: str, tmp_path: Path, monkeypatch: pytest.M
 def test_params_that_are_no_plain_values() -> None:
     with pytest.raises(TypeError, match=r"MLflowCallback received params with 'a': \[1\].*Write params="):
         MLflowCallback(params={"a": [1]})
+
+
+def test_tags_have_texts_for_names() -> None:
+    with pytest.raises(TypeError, match=r"MLflowCallback received tags with the key 1, of type int.*Write tags="):
+        MLflowCallback(tags={1: "me"})

@@ -117,3 +117,13 @@ def test_counts_that_are_none(counts: dict[str, Any]) -> None:
         Profiler(**counts)
     with pytest.raises(TypeError, match=r"Profiler received active=1.0, of type float, which is not a whole number"):
         Profiler(active=1.0)
+
+
+def test_a_folder_that_cannot_be_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    subject = model()
+    with pytest.raises(
+        ValueError, match=r"Profiler received log_dir=.*nothing can be written: .*file is a file. Write"
+    ):
+        fit(subject, Profiler(tmp_path / "file" / "profile"))
+    assert subject.steps_trained == 0

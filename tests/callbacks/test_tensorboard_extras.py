@@ -196,7 +196,7 @@ def test_what_cannot_be_shown() -> None:
             labelled.wrong(outputs, 3)
     one_hot = pictures.Labelled("TensorBoard", (IMAGES, nn.functional.one_hot(Y)), None)
     for show in (lambda: one_hot.samples(1), lambda: one_hot.wrong(torch.rand(20, 3), 1)):
-        with pytest.raises(ValueError, match=r"which is no class number.*labels\.argmax\(1\)"):
+        with pytest.raises(TypeError, match=r"which is not the number of a class.*y\.argmax\(1\)"):
             show()
     with pytest.raises(ValueError, match=r"shape \(3,\), which cannot be drawn"):
         pictures.draw([pictures.Captioned(torch.rand(3), "")])
@@ -235,3 +235,32 @@ def test_the_rate_that_a_fit_is_known_by_is_that_which_it_began_with(tmp_path: P
     subject.prepare("adam", nn.CrossEntropyLoss(), scheduler=schedule, scheduler_interval="step")
     fit_images(subject, TensorBoard(tmp_path, log_freq=3, hparams={}))
     assert table(tmp_path)[0]["lr"] == 1e-3
+
+
+def test_a_folder_that_cannot_be_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    subject = model()
+    with pytest.raises(ValueError, match=r"TensorBoard received log_dir=.*nothing can be written: .*is a file. Write"):
+        fit(subject, TensorBoard(tmp_path / "file"))
+    assert subject.steps_trained == 0
+
+
+@pytest.mark.parametrize("shape", [(3, 0, 8), (0, 8, 8), (8,), (2, 3, 8, 8)])
+def test_an_image_that_cannot_be_drawn(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"An image has the shape .*cannot be drawn.*Pass images of such a shape"):
+        pictures.draw([pictures.Captioned(torch.zeros(shape), "cat")])
+
+
+@pytest.mark.parametrize("label", [torch.eye(3)[0], "cat", None])
+def test_a_label_that_is_no_number(label: Any) -> None:
+    class Pairs(Dataset):
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> Any:
+            return IMAGES[0], label
+
+    labelled = pictures.Labelled("TensorBoard", Pairs(), None)
+    for look in (lambda: labelled.samples(1), lambda: labelled.wrong(torch.eye(3)[:1], 1)):
+        with pytest.raises(TypeError, match=r"TensorBoard received images with a label of type .*Write images=\(x, y"):
+            look()

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy
 import pytest
 import torch
 
@@ -246,3 +247,27 @@ def test_a_number_that_began_as_0_keeps_its_fraction():
     model = hapi.Model(network).prepare(metrics=Total())
     data = (torch.tensor([0.25, 0.5, 0.125]), torch.zeros(3))
     assert model.evaluate(data, batch_size=2, verbose=0)["total"] == 0.875
+
+
+class Given(Peak):
+    """Computes what it is given, by one of the two methods."""
+
+    def __init__(self, value, method):
+        super().__init__()
+        self.value = value
+        setattr(type(self), method, lambda self: self.value)
+
+
+@pytest.mark.parametrize("value", [None, "x", [1.0, 2.0], 10**400, 1j, torch.tensor([1.0, 2.0]), torch.empty(0), {}])
+@pytest.mark.parametrize("method", ["compute", "result"])
+def test_a_value_that_is_no_number_is_refused_in_words(value, method):
+    metric = type("Fresh", (Given,), {})({"peak": value} if value != {} else value, method)
+    with pytest.raises((TypeError, ValueError), match=r"(?s)peak.*(logs hold one number per name. Return|Override)"):
+        metric.values()
+
+
+@pytest.mark.parametrize("value", [1e300, 1 / 3, True, 7, torch.tensor([0.5]), numpy.float64(0.1), numpy.float32(0.5)])
+@pytest.mark.parametrize("method", ["compute", "result"])
+def test_a_number_keeps_all_its_digits(value, method):
+    read = type("Fresh", (Given,), {})(value, method).values()["peak"]
+    assert read.shape == () and read.item() == float(value)
