@@ -15,7 +15,7 @@ import torch
 from hapi.datasets.download import Archive
 from hapi.datasets.files import Broken, Loaded, Unusable, default_root, read_each
 from hapi.datasets.idx import Idx, read_idx, read_idx_stream
-from hapi.datasets.images import ImageDataset, check_mode, check_root, check_switch, check_transform
+from hapi.datasets.images import ImageDataset, check_mode, check_root, check_switch, check_transform, refuse_unknown
 from hapi.datasets.store import Published, load
 
 _PREFIX = {"train": "train", "test": "t10k"}
@@ -111,7 +111,9 @@ class MNIST(_IdxImages):
         mode: str = "train",
         transform: Callable[[Any], Any] | None = None,
         download: bool = True,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown(type(self), unknown)
         check_mode(self._name, mode)
         check_root(self._name, root)
         check_transform(self._name, transform)
@@ -159,7 +161,9 @@ class FashionMNIST(_IdxImages):
         download: bool = True,
         *,
         sample: bool = False,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown(type(self), unknown)
         check_mode(self._name, mode)
         check_root(self._name, root)
         check_transform(self._name, transform)
