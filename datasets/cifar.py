@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -42,7 +42,7 @@ class _Cifar(ImageDataset):
         mode: str = "train",
         transform: Callable[[Any], Any] | None = None,
         download: bool = True,
-        **unknown: Any,
+        **unknown: NoReturn,
     ) -> None:
         refuse_unknown(type(self), unknown)
         check_mode(self._name, mode)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -111,7 +111,7 @@ class MNIST(_IdxImages):
         mode: str = "train",
         transform: Callable[[Any], Any] | None = None,
         download: bool = True,
-        **unknown: Any,
+        **unknown: NoReturn,
     ) -> None:
         refuse_unknown(type(self), unknown)
         check_mode(self._name, mode)
@@ -161,7 +161,7 @@ class FashionMNIST(_IdxImages):
         download: bool = True,
         *,
         sample: bool = False,
-        **unknown: Any,
+        **unknown: NoReturn,
     ) -> None:
         refuse_unknown(type(self), unknown)
         check_mode(self._name, mode)

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hapi import checkpoint
 from hapi.callbacks.base import LAST, Logs, Saver
@@ -66,7 +66,7 @@ class ModelCheckpoint(Saver):
         save_top_k: int = 1,
         asynchronous: bool = False,
         on_save_error: str = "stop",
-        **unknown: Any,
+        **unknown: NoReturn,
     ) -> None:
         from hapi import kinds  # not with `import hapi`
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from hapi import kinds
 from hapi.callbacks.base import SAVING, Callback, Logs
@@ -50,7 +50,7 @@ class EarlyStopping(Callback):
         min_delta: float = 0,
         baseline: float | None = None,
         save_best_model: bool = True,
-        **unknown: Any,
+        **unknown: NoReturn,
     ) -> None:
         refuse_unknown(type(self), unknown)
         kinds.check(EarlyStopping, locals())
