@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +164,14 @@ class ImageDataset(Dataset[tuple[Any, int]]):
                 f"Use 0 to {len(self) - 1}, or -{len(self)} to -1 from the end."
             )
         return position % len(self)
+
+
+def refuse_unknown(owner: type, unknown: Mapping[str, Any]) -> None:
+    """Raise TypeError if a data set was given keywords that it does not have, such as torchvision's `train`."""
+    if unknown:
+        from hapi import elsewhere
+
+        raise elsewhere.constructor(owner, unknown)
 
 
 def check_switch(name: str, **switches: Any) -> None:

@@ -8,14 +8,14 @@ import os
 from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
 from hapi.datasets.download import Archive
 from hapi.datasets.files import Broken, Loaded, Unusable, default_root, read_each
 from hapi.datasets.idx import Idx, read_idx, read_idx_stream
-from hapi.datasets.images import ImageDataset, check_mode, check_root, check_switch, check_transform
+from hapi.datasets.images import ImageDataset, check_mode, check_root, check_switch, check_transform, refuse_unknown
 from hapi.datasets.store import Published, load
 
 _PREFIX = {"train": "train", "test": "t10k"}
@@ -111,7 +111,9 @@ class MNIST(_IdxImages):
         mode: str = "train",
         transform: Callable[[Any], Any] | None = None,
         download: bool = True,
+        **unknown: NoReturn,
     ) -> None:
+        refuse_unknown(type(self), unknown)
         check_mode(self._name, mode)
         check_root(self._name, root)
         check_transform(self._name, transform)
@@ -159,7 +161,9 @@ class FashionMNIST(_IdxImages):
         download: bool = True,
         *,
         sample: bool = False,
+        **unknown: NoReturn,
     ) -> None:
+        refuse_unknown(type(self), unknown)
         check_mode(self._name, mode)
         check_root(self._name, root)
         check_transform(self._name, transform)

@@ -177,6 +177,23 @@ _SAID_OTHERWISE = {
     "gpus": "Several devices are the launcher's: write hapirun --gpus 0,1 train.py, or torchrun.",
     "num_nodes": "Several hosts are the launcher's: write hapirun --ips A,B train.py, or torchrun.",
 }
+# Of constructors of callbacks and data sets: Keras', Lightning's, torchvision's.
+_CONSTRUCTED = {
+    "EarlyStopping": {
+        "restore_best_weights": 'The best model is kept in save_dir: write fit(..., save_dir="checkpoints"), and after '
+        'it model.load("checkpoints/best_model").',
+    },
+    "ModelCheckpoint": {
+        "save_best_only": 'Write monitor="val_loss": the best is kept as best_model, beside the epochs.',
+        "save_weights_only": "Weights are in a file of their own, NAME.pt: leave it out.",
+        "filepath": "Write save_dir= in place of filepath=; it names a folder.",
+        "dirpath": "Write save_dir= in place of dirpath=.",
+        "period": "Write save_freq= in place of period=.",
+        "every_n_epochs": "Write save_freq= in place of every_n_epochs=.",
+        "every_n_train_steps": "Write every_n_steps= in place of every_n_train_steps=.",
+    },
+}
+_OF_DATA_SET = {"train": 'Write mode="train" or mode="test".', "split": 'Write mode="train" or mode="test".'}
 _METHODS = ("__init__", "prepare", "fit", "evaluate", "predict", "save", "load")
 
 
@@ -222,6 +239,23 @@ def keywords(model: Any, method: str, unknown: Mapping[str, Any]) -> TypeError:
     cures = list(dict.fromkeys(_cure(name, method, arguments) for name in unknown))
     what = "which is no argument of it" if len(unknown) == 1 else "which are no arguments of it"
     return TypeError(f"{called} received {shown}, {what}. {' '.join(cures)}")
+
+
+def constructor(owner: type, unknown: Mapping[str, Any]) -> TypeError:
+    """The error for keywords that the constructor of a callback or a data set does not have.
+
+    Args:
+        owner: The class that is to be constructed.
+        unknown: The keywords and what they were given.
+    """
+    # A subclass's own arguments are not meant.
+    ours = next(kind for kind in owner.__mro__ if kind.__module__.startswith("hapi."))
+    known, said = _arguments_of(ours.__init__), _CONSTRUCTED.get(ours.__name__, _OF_DATA_SET)  # type: ignore[misc]
+    cures = [said.get(name) or _did_you_mean(name, known, "{}=") for name in unknown]
+    shown = ", ".join(f"{name}={value!r:.40}" for name, value in unknown.items())
+    what = "which is no argument of it" if len(unknown) == 1 else "which are no arguments of it"
+    cure = " ".join(dict.fromkeys(filter(None, cures))) or f"It takes {', '.join(known)}."
+    return TypeError(f"{owner.__name__} received {shown}, {what}. {cure}")
 
 
 def _cure(name: str, method: str, arguments: Mapping[str, list[str]]) -> str:

@@ -26,9 +26,9 @@ def announce(stepper: Stepper, train: Feed, options: FitOptions) -> None:
         per_process = f"{base}-{base + 1}" if extra else str(base)
         parts.append(f"batch {per_process} per process, {train.global_batch} global")
     if train.samples is not None:
-        parts.append(f"{train.samples} samples")
+        parts.append(f"{train.samples} sample{'' if train.samples == 1 else 's'}")
     if train.steps is not None:
-        parts.append(f"{train.steps} steps per epoch")
+        parts.append(f"{train.steps} step{'' if train.steps == 1 else 's'} per epoch")
     threads = group.shared_out_threads()
     if threads is not None:
         parts.append(f"{threads} thread{'s' if threads > 1 else ''} per process (OMP_NUM_THREADS decides otherwise)")

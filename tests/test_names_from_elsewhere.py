@@ -209,3 +209,29 @@ def test_a_path_without_an_ending_of_elsewhere(model: hapi.Model, tmp_path: Path
         warnings.simplefilter("error")
         for name in ("m", "v1.2", "m.pt"):
             model.save(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "cure"),
+    [
+        (hapi.callbacks.EarlyStopping, {"restore_best_weights": True}, 'model.load("checkpoints/best_model")'),
+        (hapi.callbacks.EarlyStopping, {"patiense": 3}, "Write patience=, if that is meant."),
+        (hapi.callbacks.ModelCheckpoint, {"save_best_only": True}, 'Write monitor="val_loss"'),
+        (hapi.callbacks.ModelCheckpoint, {"dirpath": "a"}, "Write save_dir= in place of dirpath=."),
+        (hapi.callbacks.ModelCheckpoint, {"zzz": 1}, "It takes save_freq, save_dir, monitor"),
+        (hapi.datasets.MNIST, {"train": True}, 'Write mode="train" or mode="test".'),
+        (hapi.datasets.FashionMNIST, {"train": False, "sample": True}, 'Write mode="train" or mode="test".'),
+        (hapi.datasets.CIFAR10, {"split": "train"}, 'Write mode="train" or mode="test".'),
+    ],
+)
+def test_constructors_of_callbacks_and_data_sets(make: type, given: dict[str, Any], cure: str) -> None:
+    class Own(make):  # type: ignore[misc]
+        def __init__(self, **rest: Any) -> None:
+            super().__init__(**rest)
+
+    for each in (make, Own):
+        with pytest.raises(TypeError, match="argument of it") as error:
+            each(**given)
+        name = next(name for name in given if name != "sample")
+        assert str(error.value).startswith(f"{each.__name__} received {name}={given[name]!r}, which is no argument")
+        assert cure in str(error.value)

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hapi import checkpoint
 from hapi.callbacks.base import LAST, Logs, Saver
@@ -66,9 +66,11 @@ class ModelCheckpoint(Saver):
         save_top_k: int = 1,
         asynchronous: bool = False,
         on_save_error: str = "stop",
+        **unknown: NoReturn,
     ) -> None:
         from hapi import kinds  # not with `import hapi`
 
+        refuse_unknown(type(self), unknown)
         counts = {
             "save_freq": save_freq, "every_n_steps": every_n_steps, "keep_last": keep_last, "save_top_k": save_top_k
         }  # fmt: skip
@@ -274,6 +276,14 @@ def _writer() -> Writer:
     from hapi.writer import Writer
 
     return Writer()
+
+
+def refuse_unknown(owner: type, unknown: Mapping[str, Any]) -> None:
+    """Raise TypeError if a constructor was given keywords that it does not have, such as Keras' `save_best_only`."""
+    if unknown:
+        from hapi import elsewhere
+
+        raise elsewhere.constructor(owner, unknown)
 
 
 def _check_count(name: str, value: Any) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from hapi import kinds
 from hapi.callbacks.base import SAVING, Callback, Logs
-from hapi.callbacks.checkpoint import ModelCheckpoint, save_on_rank_0
+from hapi.callbacks.checkpoint import ModelCheckpoint, refuse_unknown, save_on_rank_0
 from hapi.callbacks.monitor import Monitor
 from hapi.callbacks.terminal import note, number
 
@@ -50,7 +50,9 @@ class EarlyStopping(Callback):
         min_delta: float = 0,
         baseline: float | None = None,
         save_best_model: bool = True,
+        **unknown: NoReturn,
     ) -> None:
+        refuse_unknown(type(self), unknown)
         kinds.check(EarlyStopping, locals())
         if patience < 0:
             raise ValueError(
