@@ -37,12 +37,13 @@ class SetBy:
     def __get__(self, owner: Any, kind: type) -> Any:
         if owner is None:
             return self
-        if self._name not in vars(owner):
+        try:
+            return owner.__dict__[self._name]
+        except KeyError:
             raise AttributeError(
                 f"{type(owner).__name__}.{self._name} is not there yet, since {kind.__name__}.__init__ did not call "
                 "Model's. Write super().__init__(network) in it first."
-            )
-        return vars(owner)[self._name]
+            ) from None
 
     def __set__(self, owner: Any, value: Any) -> None:
         raise AttributeError(

@@ -22,7 +22,7 @@ _AS_MODULES: dict[Any, type[nn.Module]] = {
 _ONE_CALLABLE = "Give one callable instead: loss=lambda out_a, out_b, label_a, label_b: ..., a mean or (sum, count)."
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Loss:
     """A batch's loss in one of two forms.
 
@@ -220,7 +220,7 @@ def as_loss(value: Any) -> Loss:
     if isinstance(value, Loss):
         # A penalty that was added to it may have given it a shape.
         return value if value.value.dim() == 0 else Loss(as_loss(value.value).value, value.weight)
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
+    if isinstance(value, torch.Tensor) and (value.dim() == 0 or value.numel() == 1):
         return Loss(value if value.dim() == 0 else value.reshape(()), None)
     if isinstance(value, tuple | list) and len(value) == 2:
         total, count = value

@@ -231,6 +231,9 @@ class Stepper:
             objective = self.prepared.scaler.scale(objective)
         # The probe's part stays outside the scaling, so that its gradient is the weight itself.
         roots, gradients = self.exchange.roots(last, carried is not None)
+        if carried is None and not roots:
+            torch.autograd.backward(objective)
+            return
         if carried is not None:
             roots, gradients = [carried * carried_factor, *roots], [None, *gradients]
         torch.autograd.backward([objective, *roots], [None, *gradients])
@@ -358,10 +361,8 @@ class Stepper:
         return loss
 
     def _divide_by_weights(self) -> None:
-        if not self._divides:
-            return
         probe = self.exchange.replica.probe
-        if probe.grad is None:
+        if not self._divides or probe.grad is None:
             return
         # A window in which nothing counts (all labels ignored) has zero sums: they stay zero.
         weight = _nonzero(probe.grad)
