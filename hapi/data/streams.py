@@ -54,7 +54,7 @@ class PassStart:
     """
 
     def __init__(self, data: Any) -> None:
-        self._data = data if keeps_its_place(data) else None
+        self._data: Any = data if keeps_its_place(data) else None
         self._next: list[Any] = []
         self._state: Any = None
         self.was_loaded = False
@@ -81,8 +81,11 @@ class PassStart:
         if self._data is None:
             return
         self.was_loaded = True
+        self._put(self._state)
+
+    def _put(self, state: Any) -> None:
         try:
-            self._data.load_state_dict(copy.deepcopy(self._state))
+            self._data.load_state_dict(copy.deepcopy(state))
         except Exception as error:
             raise ValueError(
                 f"A state that was saved of the data was given to {type(self._data).__name__}.load_state_dict, which "
@@ -90,9 +93,10 @@ class PassStart:
             ) from error
 
     def load(self, state: Any) -> None:
-        """Start the next pass from a state."""
+        """Start the next pass from a state. The data has it at once: no other pass may follow here."""
         if state is not None and self._data is not None:
             self._next = [state]
+            self._put(state)
 
     def state(self, within: bool) -> Any:
         """That at the start of the pass under way, or of the next one; None: there is none to be had."""
