@@ -112,15 +112,20 @@ class Cursor:
             "ranks": ranks,
             # Rank 0 draws the order that all share: with its state alone no sample is lost.
             "data": self._data_state() if self._at_edge or feed.keeps_beginning else None,
-            "evaluation": None if self._evaluation is None else self._evaluation.state(self.evaluating),
+            "evaluation": self._evaluation_state(),
         }
+
+    def _evaluation_state(self) -> Any:
+        return None if self._evaluation is None else self._evaluation.state(self.evaluating)
 
     def _own(self) -> dict[str, Any]:
         within = self._tally is not None and self._step > 0
         values = self._tally.state() if within and self._tally is not None else None
         stateful = self._feed.stateful
         dataset = None if stateful is None else copy.deepcopy(stateful.state_dict())
-        return {"values": values, "data": self._data_state(), "dataset": dataset}
+        return {
+            "values": values, "data": self._data_state(), "dataset": dataset, "evaluation": self._evaluation_state()
+        }  # fmt: skip
 
     def _data_state(self) -> Any:
         if self._start.data is not None and not self._reads:
@@ -164,6 +169,18 @@ def place(state: Mapping[str, Any], feed: Feed, same_world: bool) -> tuple[Withi
         return Within(start, (), within["learning_rate"]), lost
     values = [rank["values"] for rank in (ranks if not same_world else ranks[group.get_rank() :][:1])]
     return Within(start, values if same_world or group.get_rank() == 0 else (), within["learning_rate"]), None
+
+
+def evaluation_state(state: Mapping[str, Any], same_world: bool) -> Any:
+    """Where the evaluation data of this rank stood, of what `Cursor.state` gave; None: it begins anew."""
+    ranks = state["ranks"]
+    if ranks is None or any("evaluation" not in rank for rank in ranks):
+        # Saved on rank 0 alone, or by an earlier build.
+        return state.get("evaluation")
+    own = [rank["evaluation"] for rank in ranks]
+    if same_world:
+        return own[group.get_rank()]
+    return own[0] if all(_equal(other, own[0]) for other in own) else None
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -170,7 +170,9 @@ def _train_epoch(
             outcome = stepper.backward(inputs, labels, piece.size, window_total, last)
             if last:
                 stepper.update()
-            if outcome is not None:
+            if outcome is None:
+                tally.miss()
+            else:
                 tally.update(outcome.loss, outcome.weight, outcome.outputs, labels)
             if last:
                 model.steps_trained += len(window)

@@ -208,7 +208,7 @@ def take_over(state: Mapping[str, Any], train: Feed, evaluation: Feed | None) ->
         stopped = position["cursor"].get("stopped", False)
         first_epoch = position["cursor"].get("first_epoch", 0)
         if evaluation is not None:
-            evaluation.restore(position["cursor"].get("evaluation"))
+            evaluation.restore(cursor.evaluation_state(position["cursor"], same_world))
         if remark is not None:
             warnings.warn(f"The resumed run does not go on quite where it was: {remark}.", stacklevel=4)
     form = position["form"] if same_world else None

@@ -419,3 +419,28 @@ def test_labels_that_say_nothing_are_not_learnt_by_a_network_that_cannot() -> No
     subject = hapi.Model(nn.Linear(6, 3)).prepare("sgd", nn.CrossEntropyLoss())
     data = torch.zeros(8, 6), torch.arange(8) % 3
     assert hapi.debug.overfit_batches(subject, data, verbose=0).history["loss"][-1] > 1
+
+
+class RowsLeft(torch.utils.data.IterableDataset):
+    """Knows which row is next, in whichever pass."""
+
+    def __init__(self):
+        self.next = 0
+
+    def __iter__(self):
+        for _ in range(12):
+            self.next += 1
+            yield torch.randn(6), self.next % 3
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+def test_data_with_a_state_is_where_it_was():
+    data = RowsLeft()
+    data.next = 5
+    hapi.find_lr(hapi.Model(torch.nn.Linear(6, 3)).prepare("sgd", torch.nn.CrossEntropyLoss()), data, batch_size=2)
+    assert data.next == 5

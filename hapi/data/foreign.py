@@ -120,3 +120,21 @@ def _is_pipeline(data: Any) -> bool:
 
 def _library(data: Any) -> str:
     return type(data).__module__.partition(".")[0]
+
+
+def holds_no_place(state: Any) -> bool:
+    """Whether torchdata's StatefulDataLoader has found no state in its iterable data set, nor in an iterator over it.
+
+    Then it counts batches, and those that it passes over as it loads a state twice: what is saved after that would
+    leave some out. Reading them again without it is right.
+
+    Args:
+        state: Of its `state_dict`; that of another loader holds no such entries.
+    """
+    names, waiting, found = ("dataset_state", "dataset_iter_state"), [state], list[Any]()
+    while waiting:
+        entries = waiting.pop()
+        if isinstance(entries, dict):
+            found += [value for name, value in entries.items() if name in names]
+            waiting += [value for name, value in entries.items() if name not in names]
+    return bool(found) and all(value is None for value in found)

@@ -54,7 +54,7 @@ class PassStart:
     """
 
     def __init__(self, data: Any) -> None:
-        self._data = data if keeps_its_place(data) else None
+        self._data: Any = data if keeps_its_place(data) else None
         self._next: list[Any] = []
         self._state: Any = None
         self.was_loaded = False
@@ -81,8 +81,11 @@ class PassStart:
         if self._data is None:
             return
         self.was_loaded = True
+        self._put(self._state)
+
+    def _put(self, state: Any) -> None:
         try:
-            self._data.load_state_dict(copy.deepcopy(self._state))
+            self._data.load_state_dict(copy.deepcopy(state))
         except Exception as error:
             raise ValueError(
                 f"A state that was saved of the data was given to {type(self._data).__name__}.load_state_dict, which "
@@ -90,9 +93,10 @@ class PassStart:
             ) from error
 
     def load(self, state: Any) -> None:
-        """Start the next pass from a state."""
+        """Start the next pass from a state. The data has it at once: no other pass may follow here."""
         if state is not None and self._data is not None:
             self._next = [state]
+            self._put(state)
 
     def state(self, within: bool) -> Any:
         """That at the start of the pass under way, or of the next one; None: there is none to be had."""
@@ -162,6 +166,10 @@ class SelfShardedFeed(Feed):
         self._places = _Places()
         self._has_loaded = False
         self._at_close: Any = None
+        # torchdata's loader says where its generator stood before the pass drew from it, less than all that it draws.
+        is_asked = self._stateful is not None and isinstance(loader, DataLoader)
+        self._generator: torch.Generator | None = cast(Any, loader).generator if is_asked else None
+        self._drawn_so_far: torch.Tensor | None = None
 
     def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
         """See `Feed.pieces`."""
@@ -174,21 +182,31 @@ class SelfShardedFeed(Feed):
             yield piece
 
     def _numbered(self, epoch: int, first: int) -> Iterator[Local]:
-        self._set_out(epoch)
+        from_loaded = self._set_out(epoch)
         rank, empty = group.get_rank(), 0
         if first:
             rng.set_streams(rng.mix(self._seed, rng.FETCH, epoch, first, empty, rank))
         # Streams are keyed by the batches that had samples before: so far a state that is loaded again knows its place.
         given = first
-        for number, batch in enumerate(self._workers.reading(self._loader), first):
+        for number, batch in enumerate(self._read(epoch, again=from_loaded and not first), first):
             size = batches.size_of(batch)
             given, empty = (given + 1, 0) if size else (given, empty + 1)
             if size and self._stateful is not None:
-                self._places.read(copy.deepcopy(self._stateful.state_dict()))
+                self._places.read(self._with_generator(copy.deepcopy(self._stateful.state_dict())))
             yield batch, size, number
             rng.set_streams(rng.mix(self._seed, rng.FETCH, epoch, given, empty, rank))
 
-    def _set_out(self, epoch: int) -> None:
+    def _read(self, epoch: int, again: bool) -> Iterator[Any]:
+        """A pass; `again`: if it gives nothing it is begun once more, see `PassStart.was_loaded`."""
+        for batch in self._workers.reading(self._loader):
+            again = False
+            yield batch
+        if again:
+            rng.set_streams(rng.mix(self._seed, rng.ORDER, epoch))
+            yield from self._workers.reading(self._loader)
+
+    def _set_out(self, epoch: int) -> bool:
+        """A pass starts; whether it does so from a state that was loaded."""
         key = rng.mix(self._seed, rng.ORDER, epoch)
         rng.set_streams(key)
         if self._has_loaded and isinstance(self._loader, DataLoader):
@@ -196,23 +214,37 @@ class SelfShardedFeed(Feed):
             # Were it to happen as a batch is read, that one would have other streams than in a run that was not ended.
             self._ask()
             rng.set_streams(key)
-        self._has_loaded = False
+        if self._generator is not None and self._drawn_so_far is not None:
+            self._generator.set_state(self._drawn_so_far)
+        from_loaded, self._has_loaded, self._drawn_so_far = self._has_loaded, False, None
+        return from_loaded
 
     def state(self, within: bool) -> Any:
         """See `Feed.state`."""
         if self._stateful is None:
             return None
-        if not within or not self._places:
-            return self._ask() if self._at_close is None else self._at_close
-        return self._places.reached
+        if within and self._places:
+            state = self._places.reached
+        else:
+            state = self._ask() if self._at_close is None else self._at_close
+        if not _is_iterable_loader(self._loader):
+            return state
+        from hapi.data import foreign  # only for a process that reads such data
+
+        return None if foreign.holds_no_place(state) else state
 
     def _ask(self) -> Any:
         with self._workers.starting():
-            return self._stateful.state_dict()
+            return self._with_generator(self._stateful.state_dict())
+
+    def _with_generator(self, state: Any) -> Any:
+        return state if self._generator is None else {"loader": state, "generator": self._generator.get_state()}
 
     def restore(self, state: Any) -> None:
         """See `Feed.restore`."""
         if state is not None and self._stateful is not None:
+            if self._generator is not None and isinstance(state, dict) and state.keys() == {"loader", "generator"}:
+                state, self._drawn_so_far = state["loader"], state["generator"]
             self._stateful.load_state_dict(state)
             self._has_loaded = True
 

@@ -73,6 +73,10 @@ class Tally:
                 else:
                     metric.update(outputs, labels)
 
+    def miss(self) -> None:
+        """A batch went by in which this rank has no samples: `take_nonfinite` counts it too, as other ranks do."""
+        self._keep(torch.zeros((), device=self._device))
+
     def logs(self) -> dict[str, Tensor]:
         """This rank's running values, 0-dim tensors that nobody has read: ``loss`` if any, then metrics."""
         logs: dict[str, Tensor] = {}
@@ -105,7 +109,7 @@ class Tally:
         """Whether a loss since the last call was infinite or NaN. Reads them once, together.
 
         Returns:
-            How many updates ago the first of them came, 0 for the last update; None if there was none.
+            How many batches ago the first of them came, 0 for the last batch; None if there was none.
         """
         if not self.recent_losses:
             return None
@@ -161,6 +165,9 @@ class Tally:
             self._weight += weight
         else:
             return
+        self._keep(loss)
+
+    def _keep(self, loss: Tensor) -> None:
         self.recent_losses.append(loss)
         if len(self.recent_losses) > _PACK_AFTER:
             self.recent_losses = [_packed(self.recent_losses)]

@@ -98,6 +98,14 @@ class RememberingItsPart(Remembering):
         return super().drawn()[rank::world_size][4 * rank :]
 
 
+class RememberingItsNoise(RememberingItsPart):
+    """Draws noise for each row from its own generator, which then is another on each rank."""
+
+    def __iter__(self):
+        for x, y in super().__iter__():
+            yield x + 0.1 * torch.randn(6, generator=self.generator), y
+
+
 class StartsAt(IterableDataset):
     """Its state is where its next pass starts, at the end of one too."""
 
@@ -319,6 +327,24 @@ def check(kind: str, folder: Path) -> None:
     for stop in (EndsAt(first), EndsAt(second), EndsAt(second + 1, in_evaluation=True)):
         end(kind, folder / "cut", stop)
     compare(kind, straight, trained(kind, folder / "cut", Kept(), resume=True))
+
+
+def evaluated_part(folder: Path) -> bool:
+    """Whether the evaluation of each rank's own part, which has a state, goes on as it would have."""
+
+    def run(name: str, stop: EndsAt | None, resume: bool) -> list[float]:
+        torch.manual_seed(1)
+        model = hapi.Model(nn.Linear(6, 3)).prepare("sgd", nn.CrossEntropyLoss())
+        with contextlib.suppress(Ended):
+            return model.fit(
+                (X, Y), RememberingItsNoise(), batch_size=4, epochs=3, seed=3, verbose=0, save_dir=folder / name,
+                resume=resume, callbacks=[] if stop is None else [stop],
+            ).history["val_loss"]  # fmt: skip
+        return []
+
+    straight = run("straight", None, False)
+    run("cut", EndsAt(8), False)
+    return run("cut", None, True) == straight
 
 
 class Rows(nn.Module):

@@ -31,6 +31,10 @@ def test_data_with_a_state_that_is_watched_loses_nothing(ranks):
     assert sorted(row for rows in seen for row in rows) == sorted(2 * [*range(ROWS)])
 
 
+def test_evaluation_data_that_shards_itself_has_a_place_on_each_rank(ranks, tmp_path):
+    assert ranks(2).run(resume_within.evaluated_part, tmp_path) == [True, True]
+
+
 @pytest.mark.slow
 def test_what_other_ranks_had_seen_is_needed(ranks, tmp_path):
     assert ranks(2).run(resume_within.without_a_rank, tmp_path) == [True, True]

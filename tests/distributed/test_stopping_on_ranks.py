@@ -230,6 +230,26 @@ def test_a_loss_that_is_no_number_on_one_rank_stops_all_with_its_step(ranks, at)
     assert f"epoch 1, step {at}" in same(ranks(2).run(spoilt, 1, at, "stop"))
 
 
+def spoilt_before_its_end(at: int, accumulate: int) -> str:
+    """The same on rank 1, whose data ends after two of six steps."""
+    net = Line()
+    calls = [0]
+
+    def loss(outputs, labels):
+        calls[0] += 1
+        return outputs.mean() * (float("nan") if (group.get_rank(), calls[0]) == (1, at) else 1.0)
+
+    model = hapi.Model(net).prepare(torch.optim.SGD(net.parameters(), lr=1.0), loss)
+    with pytest.raises(RuntimeError) as error:
+        model.fit(Uneven([6, 2]), batch_size=1, verbose=0, accumulate_grad_batches=accumulate)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("at", "accumulate"), [(1, 4), (2, 1), (2, 6)])
+def test_steps_without_samples_count_where_a_loss_was_no_number(ranks, at, accumulate):
+    assert f"epoch 1, step {at}:" in same(ranks(2).run(spoilt_before_its_end, at, accumulate))
+
+
 def test_a_loss_that_is_no_number_may_be_let_through(ranks):
     assert same(ranks(2).run(spoilt, 1, 3, "ignore")) == "trained 8 steps"
 
