@@ -250,6 +250,9 @@ def evaluate(
                 inputs, labels = _evaluation_batch(run, feed, piece, stream)
                 outcome = stepper.evaluate(inputs, labels, piece.size)
                 tally.update(outcome.loss, outcome.weight, outcome.outputs, labels)
+                del inputs, labels, outcome
+            # What the next batch is read into is then still in the processor's cache.
+            del piece
             if callbacks.wants_batch_logs("eval", step):
                 callbacks.call("on_eval_batch_end", step, logs=tally.logs())
             if check_in is not None and (feed.aligned or group.get_world_size() == 1):
@@ -283,6 +286,8 @@ def predict(run: Run, feed: Feed, stack_outputs: bool) -> Any:
                 inputs, _ = _evaluation_batch(run, feed, piece, stream, needs_labels=False)
                 outputs = map_tensors(torch.Tensor.cpu, stepper.predict(inputs))
                 parts.append((piece.position, piece.size, outputs))
+                del inputs, outputs
+            del piece
             if callbacks.wants_batch_logs("predict", step):
                 callbacks.call("on_predict_batch_end", step, logs={})
     _refuse_empty("test_data", len(parts) - 1)

@@ -202,7 +202,7 @@ class SourceFeed(Feed):
         self.global_batch = order.global_batch
         self.aligned, self.stride, self.unit = True, order.global_batch, "samples"
         self._pin = device.type == "cuda"
-        self._placed = False
+        self._placed, self._together = False, 1
 
     def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
         """See `Feed.pieces`."""
@@ -210,16 +210,19 @@ class SourceFeed(Feed):
         shares = self._order.numbered(epoch, start.step, start.taken)
         # What is drawn for a batch is drawn where it is placed, within its step.
         self._placed = not getattr(self._source, "is_random", True)
-        together = 1
-        while bundle := list(islice(shares, together)):
-            rows = self._fetch(joined([share.indices for _, share in bundle]))
+        self._together = 1
+        while bundle := list(islice(shares, self._together)):
             if len(bundle) > 1:
-                yield from _slices(rows, bundle)
-                continue
-            number, share = bundle[0]
-            yield Piece(rows, len(share.indices), share.total, number)
-            if self._placed and rows is not None:
-                together = _how_many(rows)
+                yield from _slices(self._fetch(joined([share.indices for _, share in bundle])), bundle)
+            else:
+                # Not kept here: its memory is the next one's, while it is still in the processor's cache.
+                yield self._single(*bundle[0])
+
+    def _single(self, number: int, share: Share) -> Piece:
+        rows = self._fetch(share.indices)
+        if self._placed and rows is not None:
+            self._together = _how_many(rows)
+        return Piece(rows, len(share.indices), share.total, number)
 
     def _fetch(self, indices: torch.Tensor | range) -> Any:
         """Rows, placed if that draws nothing; None if there are none."""

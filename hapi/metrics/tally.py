@@ -40,6 +40,7 @@ class Tally:
         self.metrics = [copy.deepcopy(metric).to(device) for metric in self._blank]
         for metric in self.metrics:
             metric.label_span = label_span
+        self._device = device
         exact = torch.float32 if device.type == "mps" else torch.float64
         self._loss_sum = torch.zeros((), dtype=exact, device=device)
         # The weight so far: what came as numbers, what came as tensors.
