@@ -17,6 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import hapi
 from hapi import signals
 from hapi.callbacks import Callback
+from hapi.data import Feed
 
 SCRIPT = Path(__file__).with_name("signalled.py")
 
@@ -116,6 +117,21 @@ def test_without_a_folder_nothing_is_saved_and_it_stops_alike():
     with pytest.raises(SystemExit) as caught:
         fit(None, Signals("train", signal.SIGTERM))
     assert caught.value.code == 143
+
+
+def test_a_signal_while_a_fit_tidies_up_is_not_lost(tmp_path, monkeypatch, capfd):
+    close = Feed.close
+
+    def closing(feed):
+        os.kill(os.getpid(), signal.SIGINT)
+        close(feed)
+
+    monkeypatch.setattr(Feed, "close", closing)
+    with pytest.raises(KeyboardInterrupt):
+        hapi.Model(nn.Linear(4, 2)).prepare("sgd", nn.CrossEntropyLoss()).fit(
+            (torch.ones(4, 4), torch.zeros(4, dtype=torch.int64)), save_dir=tmp_path, verbose=0
+        )
+    assert (tmp_path / "final.pt").exists() and "stopping" in capfd.readouterr().err
 
 
 def test_handlers_of_the_script_are_left_alone(tmp_path):
