@@ -15,7 +15,7 @@ from killed import LAST, Life, newest_step
 KILLS = int(os.environ.get("HAPI_TEST_KILLS", "30"))
 SEED = int(os.environ.get("HAPI_TEST_SEED", "1"))
 VICTIMS = ((0,), (1,), (0, 1))
-OPERATIONS = ("replace", "fsync", "unlink", "open")
+OPERATIONS = ("replace", "fsync", "unlink", "open", "write")
 
 
 @pytest.fixture(scope="module")
