@@ -207,6 +207,25 @@ def test_a_signal_to_one_rank_stops_all(tmp_path):
     assert code == 143 and len(list((tmp_path / "saved").glob("step_*.pt"))) == 2, (code, out, err)
 
 
+def ends(folder, *more):
+    """What a run under hapirun prints at its end."""
+    code, out, err = result(start(folder, "train", *more, launcher=HAPIRUN))
+    assert code == 0, err
+    return sorted(line.partition("done ")[2] for line in out.splitlines() if "done " in line)
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_costs_nothing(tmp_path):
+    straight = ends(tmp_path / "straight")
+    folder = tmp_path / "killed"
+    process = start(folder, "train", launcher=HAPIRUN)
+    arrived(folder, 2)
+    process.kill()
+    process.communicate(timeout=30.0)  # its ranks have closed their outputs: they are gone too
+    assert "1.pt" in [path.name for path in (folder / "saved").glob("*.pt")], "a kill before it proves nothing"
+    assert straight == ends(folder, "resume") and straight
+
+
 def _read(pid, name):
     try:
         return Path("/proc", pid, name).read_bytes().decode(errors="replace").split("\0")
