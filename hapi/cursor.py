@@ -86,6 +86,11 @@ class Cursor:
         self._start, self._step, self._tally, self._ranks = BEGINNING, 0, None, None
         self._reads = False
 
+    @property
+    def is_between_epochs(self) -> bool:
+        """Whether no step of an epoch was taken that is still to be finished."""
+        return self._step == 0
+
     def gather(self) -> None:
         """Bring together what the ranks hold, for a save that follows. A collective."""
         self._ranks = group.gather_objects(self._own())

@@ -138,7 +138,13 @@ def rename(source: Path, target: Path) -> None:
     """
     with _explained(target):
         os.replace(source, target)
+    try:
         _flush_folder(target.parent)
+    except OSError as error:
+        raise OSError(
+            f"{target} is in its place, but the folder could not be flushed to the disk ({_first_line(error)}): a "
+            "power cut may still bring back what was there before. Check the disk, or save to another place."
+        ) from error
 
 
 def sweep(folder: Path) -> None:

@@ -101,6 +101,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
             f"The saved optimizer state does not fit this {type(optimizer).__name__} ({error}).{added} "
             "Make the optimizer as it was when saved, or pass reset_optimizer=True."
         ) from error
+    for group, was in zip(optimizer.param_groups, before["param_groups"], strict=True):
+        # What a scheduler has put there that the saved run did not have, and counts on.
+        group.update({name: value for name, value in was.items() if name not in group})
     # torch casts the state to the parameters' dtype: float32 moments of a bfloat16 parameter would lose bits.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, saved in state["state"].items():

@@ -37,6 +37,7 @@ def start(model: Model, options: FitOptions) -> tuple[int, dict[str, Any] | None
             f"resume found weights at {source}, but no training state that belongs to them, so the run cannot go on. "
             "Resume from a checkpoint that fit or save has written, or load the weights by model.load and start anew."
         )
+    _tell_of_the_scheduler(model, state["scheduler"] is not None)
     restore_threads(state["position"])
     _freeze(model.network, state["position"].get("frozen"))
     if _given(options) != source:
@@ -84,6 +85,18 @@ def _tell_if_done(model: Model, options: FitOptions, source: str, cursor: Mappin
             f"hapi: the run of {source} was ended by stop_training (of EarlyStopping, say): nothing is left to train. "
             f'model.load("{source}") and another fit train on'
         )
+
+
+def _tell_of_the_scheduler(model: Model, was_there: bool) -> None:
+    """Say that the learning rate will take another course than it had."""
+    if was_there and model.scheduler is None:
+        found = "had a scheduler, and prepare was given none: the learning rate stays the checkpoint's"
+    elif not was_there and model.scheduler is not None:
+        found = f"had no scheduler, and prepare was given a {type(model.scheduler).__name__}, which starts anew"
+    else:
+        return
+    cure = "Prepare the model as it was; where a change is meant, model.load(path) and a fit without resume say so"
+    warnings.warn(f"The run to resume {found}. {cure}.", stacklevel=6)
 
 
 def _tell_of_others(options: FitOptions) -> None:

@@ -51,7 +51,10 @@ class StopSignals:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Within, stop signals are noted. In another thread than the main one Python allows no handlers."""
+        """Within, stop signals are noted. One that nothing was raised for counts as one that comes right after.
+
+        In another thread than the main one Python allows no handlers.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -64,6 +67,9 @@ class StopSignals:
         finally:
             for number, handler in mine.items():
                 signal.signal(number, handler)
+        if self.received:
+            # It came when nobody was to look any more (workers were being ended, say), and is not to be lost.
+            signal.raise_signal(self.received)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received:

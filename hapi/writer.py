@@ -21,6 +21,10 @@ class Writer:
         self._job: futures.Future[None] | None = None
         _all.add(self)
 
+    def __reduce__(self) -> tuple[type[Writer], tuple[()]]:
+        # A copy of its callback, pickled or deep, has a thread of its own, and no job.
+        return Writer, ()
+
     def warm_up(self) -> None:
         """Start the thread, which is kept from job to job: training would have to wait until it has begun."""
         self._thread.submit(int).result()

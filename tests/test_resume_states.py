@@ -388,6 +388,34 @@ def test_an_epoch_whose_own_file_a_kill_came_before_gets_it(tmp_path: Path) -> N
     assert same(straight, second) and second.epochs_trained == 2
 
 
+def decaying(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def one_cycle(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=50)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (None, one_cycle, "had no scheduler, and prepare was given a OneCycleLR, which starts anew"),
+        (decaying, None, "had a scheduler, and prepare was given none"),
+    ],
+)
+def test_a_scheduler_that_comes_or_goes_with_a_resume_is_told(
+    tmp_path: Path, before: Any, after: Any, said: str
+) -> None:
+    fit(model(scheduler=before), tmp_path, 1)
+    second = model(scheduler=after)
+    with pytest.warns(UserWarning, match=said) as told:
+        fit(second, tmp_path, 2, resume=True)
+    assert [warning.filename for warning in told] == [__file__]
+    if after is not None:
+        assert second.optimizer.param_groups[0]["lr"] == second.scheduler.get_last_lr()[0]
+        assert second.scheduler.last_epoch == 5, "its own beginning, moved by the second epoch's steps"
+
+
 class Wrapped(torch.utils.data.Sampler[int]):
     def __init__(self, *inner: Any) -> None:
         self.inner = inner

@@ -129,6 +129,10 @@ class Callback:
         """More values for the logs of a training step, which all `on_train_batch_end` hooks get: unread tensors."""
         return {}
 
+    def _looks_at(self, step: int) -> bool:
+        """Whether this one, of every ``batch_freq``-th steps, is looked at; once it is, until the hook is called."""
+        return True
+
     def state_dict(self) -> dict[str, Any]:
         """What must survive a restart: tensors, numbers, texts, and lists and dicts of them."""
         return {}
@@ -368,4 +372,4 @@ def as_list(callbacks: Callback | Sequence[Callback] | None) -> list[Callback]:
 
 
 def _is_due(callback: Callback, step: int) -> bool:
-    return (step + 1) % callback.batch_freq == 0
+    return (step + 1) % callback.batch_freq == 0 and callback._looks_at(step)

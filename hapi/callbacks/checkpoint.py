@@ -81,12 +81,14 @@ class ModelCheckpoint(Saver):
         self.save_freq, self.save_dir, self.monitor, self.verbose = save_freq, save_dir, monitor, verbose
         self.every_n_steps, self.every_seconds = every_n_steps, every_seconds
         self.keep_last, self.save_top_k = keep_last, save_top_k
-        self.on_save_error = on_save_error
+        self.mode, self.asynchronous, self.on_save_error = mode, asynchronous, on_save_error
         watch = Monitor("ModelCheckpoint", monitor or "", mode)
         self._watch = watch if monitor is not None else None
         self._writer = _writer() if asynchronous else None
         self._retention = Retention(keep_last, save_top_k)
         self._unsaved: int | None = None
+        self._unsaved_top: str | None = None
+        self._epochs: int | None = None
         self._saved_at = 0
         self._newest: str | None = None
         self._since = 0.0
@@ -102,7 +104,8 @@ class ModelCheckpoint(Saver):
             checkpoint.sweep(self._folder())
             if self._writer is not None:
                 self._writer.warm_up()
-        self._unsaved = self._newest = None
+        self._unsaved = self._unsaved_top = self._newest = None
+        self._epochs = self.model.epochs_trained
         self._retention = Retention(self.keep_last, self.save_top_k, os.path.realpath(self._folder()))
         self._saved_at, self._since = self.model.steps_trained, time.monotonic()
         if self._watch is not None:
@@ -111,18 +114,25 @@ class ModelCheckpoint(Saver):
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Save what a kill came before: the run goes on from ``best_model``, and its epoch's own file is not there."""
-        if self._unsaved == epoch:
+        if self._unsaved != epoch or (self._unsaved_top is None and not self._is_due(epoch)):
+            return
+        cursor = self.model._engine.cursor
+        if cursor.is_between_epochs:
+            # The places of all ranks, which are not known since the epoch has begun.
+            cursor.gather()
+            self._save_top()
             self._save_if_due(epoch)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Save what is due."""
-        number = self._unsaved = epoch + 1
+        number = self._unsaved = self._epochs = epoch + 1
         if self._watch is not None:
             self._save_best(number, (logs or {}).get(self._watch.name))
         self._save_if_due(number)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Save ``final``, and the last epoch if the fit was stopped before it was due."""
+        self._save_top()
         if self._unsaved is not None:
             self._save_epoch(self._unsaved)
         self._save("final")
@@ -159,7 +169,10 @@ class ModelCheckpoint(Saver):
     def state_dict(self) -> dict[str, Any]:
         """The best value, and which files are its own."""
         best = {"best": self._watch.best} if self._watch is not None else {}
-        return {**best, "unsaved": self._unsaved, **self._retention.state_dict()}
+        # Another callback may save when an epoch is over, before this one has heard of it.
+        ended = self._epochs is not None and self.model.epochs_trained > self._epochs
+        unsaved = {"unsaved": self.model.epochs_trained if ended else self._unsaved, "unsaved_top": self._unsaved_top}
+        return {**best, **unsaved, **self._retention.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
@@ -167,20 +180,31 @@ class ModelCheckpoint(Saver):
             self._watch.best = state.get("best")
         self._unsaved = state.get("unsaved")
         self._retention.load_state_dict(state)
+        top = state.get("unsaved_top")
+        # In another folder than before, none of the best is there.
+        self._unsaved_top = top if top is not None and self._retention.identity(top) is not None else None
+
+    def _is_due(self, number: int) -> bool:
+        save_freq = self.save_freq or self.params.get("save_freq") or 1
+        return bool(number % save_freq == 0 or number == self.params.get("last_epoch"))
 
     def _save_if_due(self, number: int) -> None:
-        save_freq = self.save_freq or self.params.get("save_freq") or 1
-        if number % save_freq == 0 or number == self.params.get("last_epoch"):
+        if self._is_due(number):
             self._save_epoch(number)
 
     def _save_best(self, number: int, value: Any) -> None:
         if self._watch is None or value is None:
             return
-        enters = self._retention.enters(float(value), f"top_{number}", self._watch.rising)
+        if self._retention.enters(float(value), f"top_{number}", self._watch.rising):
+            self._unsaved_top = f"top_{number}"
         if self._watch.improves(float(value)):
             self._save("best_model")
-        if enters:
-            self._save(f"top_{number}")
+        self._save_top()
+
+    def _save_top(self) -> None:
+        name, self._unsaved_top = self._unsaved_top, None
+        if name is not None:
+            self._save(name)
 
     def _save_epoch(self, number: int) -> None:
         self._unsaved = None

@@ -112,7 +112,7 @@ class ReduceLROnPlateau(Callback):
                 "on. Write patience=10, cooldown=0."
             )
         self.monitor, self.factor, self.patience, self.verbose = monitor, factor, patience, verbose
-        self.cooldown, self.min_lr = cooldown, min_lr
+        self.cooldown, self.min_lr, self.mode, self.min_delta = cooldown, min_lr, mode, min_delta
         self._watch = Monitor("ReduceLROnPlateau", monitor, mode, min_delta)
         self._wait = self._resting = 0
 

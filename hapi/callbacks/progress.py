@@ -180,6 +180,12 @@ class ProgBarLogger(Callback):
         else:
             self._pass = _Lines(title, extent, _line_step(extent.steps, self.log_freq, lines), _LINE_SECONDS)
 
+    def _looks_at(self, step: int) -> bool:
+        if self._pass is None:
+            return False
+        self._pass.done = step + 1
+        return self._pass.is_due()
+
     def _show(self, step: int, logs: Logs | None) -> None:
         if self._pass is not None:
             self._pass.done = step + 1
@@ -239,6 +245,10 @@ class _Pass:
         self.done = extent.before
         self.began = self.shown = time.monotonic()
 
+    def is_due(self) -> bool:
+        """Whether it is to be shown now; what it would show need not be gathered before."""
+        raise NotImplementedError
+
     def show(self, logs: Logs) -> None:
         """Show how far it is."""
         raise NotImplementedError
@@ -256,11 +266,11 @@ class _Lines(_Pass):
         super().__init__(title, extent)
         self._every, self._seconds = every, seconds
 
+    def is_due(self) -> bool:
+        return not self.done % self._every and time.monotonic() - self.shown >= self._seconds
+
     def show(self, logs: Logs) -> None:
-        now = time.monotonic()
-        if self.done % self._every or now - self.shown < self._seconds:
-            return
-        self.shown = now
+        now = self.shown = time.monotonic()
         steps = self.extent.steps
         if steps is None and self._seconds:
             # Of unknown length: ever rarer, so that a long pass writes few lines too.
@@ -291,11 +301,11 @@ class _Bar(_Pass):
             **_bar_size(),
         )
 
+    def is_due(self) -> bool:
+        return self.done == self.extent.steps or time.monotonic() - self.shown >= _BAR_SECONDS
+
     def show(self, logs: Logs) -> None:
-        now = time.monotonic()
-        if now - self.shown < _BAR_SECONDS and self.done != self.extent.steps:
-            return
-        self.shown = now
+        self.shown = time.monotonic()
         self._bar.set_postfix_str(", ".join(_parts(logs)), refresh=False)
         self._bar.update(self.done - self._bar.n)
 

@@ -18,7 +18,7 @@ class EarlyStopping(Callback):
 
     Only epochs whose logs have the value count. At each improvement the model is saved to ``best_model`` in
     fit's ``save_dir`` (without one it is not kept), unless a ``ModelCheckpoint(monitor=...)`` looks after
-    that file.
+    that file. Whether a save that fails ends the run, the ``ModelCheckpoint`` of that folder says.
 
     Args:
         monitor: The key in epoch logs.
@@ -60,6 +60,7 @@ class EarlyStopping(Callback):
             )
         self.monitor, self.patience, self.verbose = monitor, patience, verbose
         self.baseline, self.save_best_model = baseline, save_best_model
+        self.mode, self.min_delta = mode, min_delta
         self._watch = Monitor("EarlyStopping", monitor, mode, min_delta)
         self._wait = 0
         self.stopped_epoch: int | None = None
@@ -102,9 +103,14 @@ class EarlyStopping(Callback):
 
     def _save_best(self) -> None:
         save_dir = self.params.get("save_dir")
-        if self.save_best_model and save_dir is not None and not self._another_saves_best(save_dir):
-            save_on_rank_0(lambda: self.model.save(os.path.join(save_dir, "best_model")))
-
-    def _another_saves_best(self, save_dir: str | os.PathLike[str]) -> bool:
-        others = [other for other in self.params.get("callbacks", ()) if isinstance(other, ModelCheckpoint)]
-        return any(other.monitor is not None and other._saves_in(save_dir) for other in others)
+        if not self.save_best_model or save_dir is None:
+            return
+        here = [
+            each
+            for each in self.params.get("callbacks", ())
+            if isinstance(each, ModelCheckpoint) and each._saves_in(save_dir)
+        ]
+        if not any(each.monitor is not None for each in here):
+            goes_on = any(each.on_save_error == "continue" for each in here)
+            path = os.path.join(save_dir, "best_model")
+            save_on_rank_0(lambda: self.model.save(path), "continue" if goes_on else "stop")

@@ -124,6 +124,11 @@ class Accuracy(_Counting):
         self.add_state("complete", 0)
 
     @property
+    def joins_batches(self) -> bool:  # type: ignore[override]
+        """See `Metric`: whole numbers are added up. Which of several equal outputs torch ranks first is its own."""
+        return type(self) is Accuracy and self.topk == (1,)
+
+    @property
     def names(self) -> list[str]:
         """The keys in logs: ``acc``, or ``acc_top1``, ``acc_top5``."""
         return list(self._names)

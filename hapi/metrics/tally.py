@@ -17,6 +17,8 @@ from hapi.metrics.base import Metric
 # So many losses are kept apart before they are packed into one tensor: a long pass must not hold many small
 # ones.
 _PACK_AFTER = 256
+# So many numbers of outputs and labels at most wait for an update in common.
+_MOST_WAITING = 1 << 15
 
 
 class Tally:
@@ -37,8 +39,11 @@ class Tally:
         self._blank = [copy.deepcopy(metric) for metric in metrics]
         for metric in self._blank:
             metric.reset()
-        self.metrics = [copy.deepcopy(metric).to(device) for metric in self._blank]
-        for metric in self.metrics:
+        self._metrics = [copy.deepcopy(metric).to(device) for metric in self._blank]
+        self._joining = [metric for metric in self._metrics if metric.joins_batches]
+        self._others = [metric for metric in self._metrics if not metric.joins_batches]
+        self._waiting = _Waiting()
+        for metric in self._metrics:
             metric.label_span = label_span
         self._device = device
         exact = torch.float32 if device.type == "mps" else torch.float64
@@ -68,11 +73,29 @@ class Tally:
         with self._no_grad:
             if loss is not None:
                 self._add_loss(loss, weight)
-            for metric in self.metrics:
-                if self._updates == 1:
+            if self._updates == 1:
+                # The first batch is looked at closely.
+                for metric in self._metrics:
                     _update_watched(metric, outputs, labels)
-                else:
+                return
+            for metric in self._others:
+                metric.update(outputs, labels)
+            if self._joining and not self._waiting.takes(outputs, labels):
+                self._catch_up()
+                for metric in self._joining:
                     metric.update(outputs, labels)
+
+    @property
+    def metrics(self) -> list[Metric]:
+        """The metrics, which have taken in every batch."""
+        with self._no_grad:
+            self._catch_up()
+        return self._metrics
+
+    def _catch_up(self) -> None:
+        for outputs, labels in self._waiting.joined():
+            for metric in self._joining:
+                metric.update(outputs, labels)
 
     def miss(self) -> None:
         """A batch went by in which this rank has no samples: `take_nonfinite` counts it too, as other ranks do."""
@@ -175,6 +198,40 @@ class Tally:
 
     def _total_weight(self) -> int | float | Tensor:
         return self._weight if self._device_weight is None else self._device_weight + self._weight
+
+
+class _Waiting:
+    """Copies of small batches, for metrics that count as well over several of them: a copy is cheaper than a count."""
+
+    def __init__(self) -> None:
+        self._outputs: list[Tensor] = []
+        self._labels: list[Tensor] = []
+        self._form: Any = None
+        self._room = 0
+
+    def takes(self, outputs: Any, labels: Any) -> bool:
+        """Keep a batch of class scores, if it is like the one before, small, and there are not enough of them."""
+        if not isinstance(outputs, Tensor) or not isinstance(labels, Tensor):
+            return False
+        form = outputs.shape, labels.shape, outputs.dtype, labels.dtype
+        if form != self._form:
+            scores = labels.dim() > 0 and outputs.shape[:1] + outputs.shape[2:] == labels.shape
+            numbers = outputs.numel() + labels.numel()
+            self._form, self._room = form, _MOST_WAITING // numbers if scores and numbers else 0
+            return False
+        if len(self._outputs) >= self._room:
+            return False
+        self._outputs.append(outputs.clone())
+        self._labels.append(labels.clone())
+        return True
+
+    def joined(self) -> list[tuple[Tensor, Tensor]]:
+        """All that was kept, as one batch; none if there is nothing. It is let go."""
+        if not self._outputs:
+            return []
+        batch = torch.cat(self._outputs), torch.cat(self._labels)
+        self._outputs, self._labels = [], []
+        return [batch]
 
 
 def add_values(logs: dict[str, Tensor], metrics: Sequence[Metric]) -> None:

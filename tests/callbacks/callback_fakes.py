@@ -17,6 +17,7 @@ class FakeModel:
         self.scheduler_interval = None
         self.stop_training = False
         self.steps_trained = 0
+        self.epochs_trained = 0
         self.saved = []
 
     def save(self, path):
@@ -30,13 +31,14 @@ def fit(callbacks, epoch_logs, model=None, *, first_epoch=0, state=None, **param
     names = list(dict.fromkeys(name for logs in epoch_logs for name in logs))
     params = {"metrics": names, "first_epoch": first_epoch, "last_epoch": last_epoch, "steps": 0, "verbose": 1} | params
     callbacks = CallbackList(callbacks, model, params)
-    model.stop_training = False
+    model.stop_training, model.epochs_trained = False, first_epoch
     callbacks.call("on_train_begin")
     if state is not None:
         callbacks.load_state_dict(state)
     logs = {}
     for epoch, logs in enumerate(epoch_logs, first_epoch):
         callbacks.call("on_epoch_begin", epoch)
+        model.epochs_trained = epoch + 1
         callbacks.call("on_epoch_end", epoch, logs=logs)
         if model.stop_training:
             break

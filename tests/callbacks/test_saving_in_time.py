@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import signal
 import threading
 import time
@@ -154,6 +156,13 @@ def test_in_a_thread_the_files_are_those_of_the_step_and_training_goes_on(tmp_pa
             for kind in ("thread", "plain")
         ]
         assert torch.equal(*moments), name
+
+
+def test_one_that_writes_in_a_thread_is_copied_and_pickled(tmp_path):
+    keep = ModelCheckpoint(asynchronous=True)
+    for name, other in (("deep", copy.deepcopy(keep)), ("pickled", pickle.loads(pickle.dumps(keep)))):
+        fit(tmp_path / name, other, epochs=1)
+        assert names(tmp_path / name) == {"1", "final"}
 
 
 def test_workers_start_beside_a_save_in_a_thread(tmp_path, monkeypatch):

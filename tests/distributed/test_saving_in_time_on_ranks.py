@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from typing import Any
 
+import torch
 from closed_form import prepared, ramp
 
 from hapi import agreement
-from hapi.callbacks import ModelCheckpoint
+from hapi.callbacks import EarlyStopping, ModelCheckpoint
 
 
 def saves(folder: str) -> int:
@@ -23,6 +26,34 @@ def saves(folder: str) -> int:
     finally:
         agreement._SECONDS = seconds
     return model.steps_trained
+
+
+def saved_at_a_resume(folder: str) -> list[int]:
+    """The ranks of whom a checkpoint knows that was made up for at a resume."""
+
+    class Cut(ModelCheckpoint):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 1:
+                raise KeyboardInterrupt
+            super().on_epoch_end(epoch, logs)
+
+    Cut.__name__ = ModelCheckpoint.__name__  # by which its state is found
+    with contextlib.suppress(KeyboardInterrupt):
+        fitted(folder, Cut())
+    fitted(folder, ModelCheckpoint(), resume=True)
+    cursors = [torch.load(f"{folder}/{name}.opt.pt")["position"]["cursor"] for name in (1, 2)]
+    return [len(cursor["ranks"] or ()) for cursor in cursors]
+
+
+def fitted(folder: str, *callbacks: Any, **options: Any) -> None:
+    best = EarlyStopping("loss", patience=9, verbose=0)
+    prepared().fit(
+        ramp(8), batch_size=1, epochs=3, callbacks=[best, *callbacks], save_dir=folder, verbose=0, seed=1, **options
+    )
+
+
+def test_what_a_kill_came_before_is_saved_with_the_places_of_all(ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(saved_at_a_resume, str(tmp_path)) == [[2, 2], [2, 2]]
 
 
 def test_each_saves_when_rank_0_s_clock_says_so_to_it(ranks, tmp_path: Path) -> None:

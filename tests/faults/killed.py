@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 import hapi
+from hapi import files
 from hapi.callbacks import EarlyStopping, ModelCheckpoint
 from hapi.datasets import FashionMNIST
 
@@ -138,18 +139,24 @@ def _live(folder: Path, rank: int, port: int, dies_at: tuple[str, int] | None) -
 
 
 def _die_at(operation: str, count: int) -> None:
-    """This process kills itself right before or right after the count-th call of an operation of `os`."""
-    real: Callable[..., Any] = getattr(os, operation)
+    """This process kills itself right before or right after the count-th call of an operation of `os`.
+
+    Of "write", by which torch fills a checkpoint's file: with a half or all of it in the file.
+    """
+    place: Any = files._Sink if operation == "write" else os
+    real: Callable[..., Any] = getattr(place, operation)
     calls = [0]
     before = random.random() < 0.5
 
     def counted(*args: Any, **options: Any) -> Any:
         calls[0] += 1
         if calls[0] == count and before:
+            if operation == "write":
+                real(args[0], memoryview(args[1]).cast("B")[: len(args[1]) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
         result = real(*args, **options)
         if calls[0] == count:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    setattr(os, operation, counted)
+    setattr(place, operation, counted)

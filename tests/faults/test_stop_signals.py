@@ -17,6 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import hapi
 from hapi import signals
 from hapi.callbacks import Callback
+from hapi.data import Feed
 
 SCRIPT = Path(__file__).with_name("signalled.py")
 
@@ -118,6 +119,21 @@ def test_without_a_folder_nothing_is_saved_and_it_stops_alike():
     assert caught.value.code == 143
 
 
+def test_a_signal_while_a_fit_tidies_up_is_not_lost(tmp_path, monkeypatch, capfd):
+    close = Feed.close
+
+    def closing(feed):
+        os.kill(os.getpid(), signal.SIGINT)
+        close(feed)
+
+    monkeypatch.setattr(Feed, "close", closing)
+    with pytest.raises(KeyboardInterrupt):
+        hapi.Model(nn.Linear(4, 2)).prepare("sgd", nn.CrossEntropyLoss()).fit(
+            (torch.ones(4, 4), torch.zeros(4, dtype=torch.int64)), save_dir=tmp_path, verbose=0
+        )
+    assert (tmp_path / "final.pt").exists() and "stopping" in capfd.readouterr().err
+
+
 def test_handlers_of_the_script_are_left_alone(tmp_path):
     seen = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
@@ -189,6 +205,25 @@ def test_a_signal_to_one_rank_stops_all(tmp_path):
     os.kill(ranks[0], signal.SIGTERM)
     code, out, err = result(process)
     assert code == 143 and len(list((tmp_path / "saved").glob("step_*.pt"))) == 2, (code, out, err)
+
+
+def ends(folder, *more):
+    """What a run under hapirun prints at its end."""
+    code, out, err = result(start(folder, "train", *more, launcher=HAPIRUN))
+    assert code == 0, err
+    return sorted(line.partition("done ")[2] for line in out.splitlines() if "done " in line)
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_costs_nothing(tmp_path):
+    straight = ends(tmp_path / "straight")
+    folder = tmp_path / "killed"
+    process = start(folder, "train", launcher=HAPIRUN)
+    arrived(folder, 2)
+    process.kill()
+    process.communicate(timeout=30.0)  # its ranks have closed their outputs: they are gone too
+    assert "1.pt" in [path.name for path in (folder / "saved").glob("*.pt")], "a kill before it proves nothing"
+    assert straight == ends(folder, "resume") and straight
 
 
 def _read(pid, name):
