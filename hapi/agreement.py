@@ -87,6 +87,15 @@ class Agreement:
         """
         self._exchange(tally, epoch, step)
 
+    @property
+    def told(self) -> bool:
+        """Whether this process itself was told to stop, whatever the others know."""
+        return bool(self._signals.received)
+
+    def meet(self) -> None:
+        """Called on every rank, where they have not met on the way: what one was told, all know."""
+        self._exchange(None, 0, 0)
+
     def stops(self) -> bool:
         """Whether a rank has asked to stop, at the end of an epoch."""
         self._exchange(None, 0, 0)

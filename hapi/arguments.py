@@ -183,7 +183,7 @@ class FitOptions:
         if self.seed is not None and number is None:
             raise TypeError(f"seed received {self.seed!r}, which is not a whole number. Write seed=0, or leave it out.")
         self.seed = number
-        if self.resume is not None and not isinstance(self.resume, bool | str | PathLike):
+        if self.resume == "" or not isinstance(self.resume, bool | str | PathLike | None):
             raise TypeError(
                 f"resume received {self.resume!r}, of type {type(self.resume).__name__}, which names no checkpoint. "
                 'Write resume=True for the newest in save_dir, or the path of one, resume="checkpoints/3".'

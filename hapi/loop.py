@@ -125,7 +125,7 @@ def fit(run: Run, plan: FitPlan, agreement: Agreement) -> None:
 def _evaluate_within(run: Run, plan: FitPlan, feed: Feed, agreement: Agreement) -> dict[str, float]:
     """The evaluation of an epoch, which a run that is stopped within it makes anew when it goes on."""
     plan.cursor.evaluating = True
-    values = evaluate(run, feed, check_in=lambda: _check_in(run, plan, agreement))
+    values = evaluate(run, feed, check_in=_CheckIn(run, plan, agreement))
     plan.cursor.evaluating = False
     return {f"val_{name}": value for name, value in values.items()}
 
@@ -208,10 +208,27 @@ def _ends_here(run: Run, plan: FitPlan, agreement: Agreement, tally: Tally, epoc
     return stops
 
 
-def _check_in(run: Run, plan: FitPlan, agreement: Agreement) -> None:
-    """Between two steps of an evaluation within fit: it is given up where the run is told to stop."""
-    if agreement.in_evaluation():
-        _leave_if_told(run, plan, agreement)
+@dataclass(frozen=True)
+class _CheckIn:
+    """An evaluation within fit is given up where the run is told to stop."""
+
+    run: Run
+    plan: FitPlan
+    agreement: Agreement
+
+    def between_steps(self, aligned: bool) -> bool:
+        """Whether this rank reads no further: the others do as they are told, and all meet at the end."""
+        if not aligned:
+            return self.agreement.told
+        if self.agreement.in_evaluation():
+            _leave_if_told(self.run, self.plan, self.agreement)
+        return False
+
+    def at_end(self, aligned: bool) -> None:
+        """Before values of which a rank may have a part alone are used."""
+        if not aligned:
+            self.agreement.meet()
+            _leave_if_told(self.run, self.plan, self.agreement)
 
 
 def _leave_if_told(run: Run, plan: FitPlan, agreement: Agreement) -> None:
@@ -227,18 +244,17 @@ def _save(run: Run, plan: FitPlan, stopping: bool) -> None:
     run.callbacks.save(stopping)
 
 
-def evaluate(
-    run: Run, feed: Feed, num_iters: int | None = None, check_in: Callable[[], None] | None = None
-) -> dict[str, float]:
+def evaluate(run: Run, feed: Feed, num_iters: int | None = None, check_in: _CheckIn | None = None) -> dict[str, float]:
     """One pass without training; the values over all ranks.
 
     Args:
         run: Who takes part.
         feed: The data.
         num_iters: At most so many steps.
-        check_in: Called after each step, where every rank takes as many.
+        check_in: Asked after each step, and at the end.
     """
     stepper, callbacks = run.stepper, run.callbacks
+    aligned = feed.aligned or group.get_world_size() == 1
     tally = run.tally()
     step, stream = -1, rng.mix(run.seed, rng.EVALUATE)
     stepper.sync(parameters=False)
@@ -255,8 +271,10 @@ def evaluate(
             del piece
             if callbacks.wants_batch_logs("eval", step):
                 callbacks.call("on_eval_batch_end", step, logs=tally.logs())
-            if check_in is not None and (feed.aligned or group.get_world_size() == 1):
-                check_in()
+            if check_in is not None and check_in.between_steps(aligned):
+                break
+    if check_in is not None:
+        check_in.at_end(aligned)
     values = tally.reduced()
     if not values:
         _refuse_empty("eval_data", step)

@@ -144,6 +144,11 @@ def find(options: FitOptions, network: nn.Module, fit: int) -> str | None:
             return given
         folder = given
     if folder is None:
+        if group.was_restarted() and options.verbose:
+            say(
+                "hapi: the launcher has restarted this run, which starts anew: fit has no save_dir to look for "
+                'checkpoints in. Write fit(..., save_dir="checkpoints").'
+            )
         return None
     # Rank 0 writes the files, and may be the only one to see them whole at this moment.
     found, passed_over, unfit = group.broadcast_object(_searched(folder, network, *only))

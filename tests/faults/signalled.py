@@ -2,7 +2,8 @@
 
     python signalled.py FOLDER PHASE [fit's resume]
 
-It writes FOLDER/at.R once rank R is where the signal should come: "train", "eval" (both slow), or "workers".
+It writes FOLDER/at.R once rank R is where the signal should come: "train", "eval" (both slow), "parts" (an evaluation
+of ten seconds, whose data each rank shares out by itself), or "workers".
 """
 
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 import hapi
 from hapi.callbacks import Callback
@@ -30,15 +31,24 @@ class Slow(Dataset):
         return DATA[0][index], DATA[1][index]
 
 
+class Parts(IterableDataset):
+    def __iter__(self):
+        rank = hapi.distributed.get_rank()
+        yield from zip(*(column[rank::2] for column in (DATA[0].repeat(20, 1), DATA[1].repeat(20))), strict=True)
+
+
 class Waits(Callback):
     """Slows the phase down, and says when it is under way."""
+
+    seen = 0
 
     def on_train_batch_end(self, step, logs=None):
         if phase in ("train", "workers", "slow"):
             self.here(step == 3 and self.model.epochs_trained == 1)
 
     def on_eval_batch_end(self, step, logs=None):
-        if phase == "eval":
+        self.seen = step + 1
+        if phase in ("eval", "parts") and (phase == "eval" or self.model.epochs_trained == 1):
             self.here(step == 2 and self.model.epochs_trained == 1)
 
     def here(self, now):
@@ -48,17 +58,18 @@ class Waits(Callback):
             time.sleep(3.0 if phase == "slow" else 0.0)
 
     def on_exception(self, exc):
-        print(f"exception {type(exc).__name__} {exc}", flush=True)
+        print(f"exception {type(exc).__name__} {exc}, {self.seen} batches evaluated", flush=True)
 
 
 net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 2))
 model = hapi.Model(net).prepare("adam", nn.CrossEntropyLoss(), hapi.metrics.Accuracy())
 data = Slow() if phase == "workers" else DATA
+evaluated = Parts() if phase == "parts" else DATA
 # A resumed run reads the same samples, whoever fetches them.
 reading = {"num_workers": 2} if phase == "workers" else {}
 try:
     history = model.fit(
-        data, DATA, epochs=3, global_batch_size=4, save_dir=folder / "saved", seed=1, verbose=0, log_freq=1,
+        data, evaluated, epochs=3, global_batch_size=4, save_dir=folder / "saved", seed=1, verbose=0, log_freq=1,
         callbacks=Waits(), resume=len(sys.argv) > 3, **reading,
     )  # fmt: skip
 except KeyboardInterrupt as stop:

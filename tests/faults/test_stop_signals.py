@@ -194,6 +194,20 @@ def test_two_processes(tmp_path, launcher, number, code):
 
 
 @pytest.mark.slow
+def test_an_evaluation_whose_ranks_do_not_meet_is_given_up(tmp_path):
+    process = start(tmp_path, "parts", launcher=HAPIRUN)
+    arrived(tmp_path, 2)
+    process.send_signal(signal.SIGTERM)
+    code, out, err = result(process)
+    seen = [int(text.split()[-3]) for text in out.splitlines() if "batches evaluated" in text]
+    assert code == 143 and len(seen) == 1 and seen[0] < 150, (code, out, err)
+    assert len(list((tmp_path / "saved").glob("step_*.pt"))) == 2
+    # What goes on from there evaluates anew, all of it.
+    code, out, err = result(start(tmp_path, "parts", "resume", launcher=HAPIRUN))
+    assert code == 0 and out.count("done ") == 1, (code, out, err)
+
+
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all(tmp_path):
     process = start(tmp_path, "train", launcher=HAPIRUN)
     arrived(tmp_path, 2)
