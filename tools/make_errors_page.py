@@ -1,7 +1,8 @@
-"""Writes docs/errors.md: every error that hapi raises, read off the code.
+"""Writes docs/errors.md, every error that hapi raises, read off the code, and docs/errors-by-call.md, what each public
+call says of wrong arguments, which are those of tests/wrong_arguments.py.
 
-    python tools/make_errors_page.py            writes the page
-    python tools/make_errors_page.py --check    says whether it is up to date
+    python tools/make_errors_page.py            writes the pages
+    python tools/make_errors_page.py --check    says whether they are up to date
 
 A message has three parts: what was received, why that cannot work, what to write. Values that a message is filled in
 with stand in braces.
@@ -9,13 +10,16 @@ with stand in braces.
 
 import ast
 import importlib
+import os
 import re
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "errors.md"
+PAGE_BY_CALL = ROOT / "docs" / "errors-by-call.md"
 KINDS = ("TypeError", "ValueError", "RuntimeError", "OSError", "FileNotFoundError", "ImportError", "AttributeError",
          "UsageError", "SpawnError", "IndexError")  # fmt: skip
 # The first sentence of what to write starts with one of these.
@@ -31,7 +35,14 @@ Faults are found before the first step where they can be, on every process, and 
 says what was received, why it cannot work, and what to write instead.
 
 This page lists all of them, by place in the code; `tools/make_errors_page.py` makes it. What a message is filled in
-with stands in braces. To find one, search for words of yours that are not values.
+with stands in braces. To find one, search for words of yours that are not values. What each public call says of an
+argument of a wrong kind is on [a page of its own](errors-by-call.md).
+
+"""
+HEAD_BY_CALL = """# Errors by call
+
+What the public calls say of wrong arguments, as the tests make them say it: the first wrong value that they try for an
+argument. [All errors](errors.md) are on another page.
 
 """
 
@@ -131,10 +142,36 @@ def page() -> str:
     return HEAD + "\n".join(sections)
 
 
+def page_by_call() -> str:
+    """Made by making the calls."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from wrong_arguments import CASES, make
+
+    rows: dict[str, dict[str, str]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        # Nothing is written; if it were, then there.
+        os.chdir(folder)
+        for name, argument, value in CASES:
+            if argument in rows.setdefault(name, {}):
+                continue
+            try:
+                make(name, argument, value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                text = " ".join(str(error).split())
+                # An object's address is another one each time, and so are numbers that are drawn.
+                if " at 0x" not in text and "tensor(" not in text:
+                    kind = type(error).__name__
+                    rows[name][argument] = f"| `{argument}` | {' | '.join(map(cell, parts(text)))} | `{kind}` |"
+        os.chdir(ROOT)
+    head = "| argument | received | why it cannot work | what to write | |\n| --- | --- | --- | --- | --- |\n"
+    sections = [f"## `{name}`\n\n{head}" + "\n".join(found.values()) + "\n" for name, found in rows.items() if found]
+    return HEAD_BY_CALL + "\n".join(sections)
+
+
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    made = page()
-    if "--check" not in sys.argv:
-        PAGE.write_text(made, encoding="utf-8")
-    elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != made:
-        sys.exit("docs/errors.md is not what the code says. Run python tools/make_errors_page.py")
+    for path, made in ((PAGE, page()), (PAGE_BY_CALL, page_by_call())):
+        if "--check" not in sys.argv:
+            path.write_text(made, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != made:
+            sys.exit(f"docs/{path.name} is not what the code says. Run python tools/make_errors_page.py")
