@@ -12,8 +12,9 @@ import os
 import re
 import struct
 import zipfile
+from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -25,12 +26,32 @@ _SPLIT_MEMBER = b"PK\x07\x08"
 _ALLOCATION = re.compile(rb"c(builtins|__builtin__)\nbytearray\n")
 
 
-def verify(file: BinaryIO, contents: bool = True) -> None:
+def load(file: BinaryIO) -> Any:
+    """What an archive holds, verified to the last byte, with every tensor on the CPU.
+
+    Raises:
+        ValueError: It is no such archive, or is damaged.
+        Exception: The same, found by torch or by the zip reader.
+    """
+    size = verify(file)
+    file.seek(0)
+    loaded = torch.load(file, map_location="cpu", weights_only=True)
+    if not _torch_compares_sizes():
+        needed = sum(storage.nbytes() for storage in {s.data_ptr(): s for s in _storages(loaded)}.values())
+        if needed != size:
+            raise ValueError(f"its tensors take {needed} bytes, and it has {size} for them")
+    return loaded
+
+
+def verify(file: BinaryIO, contents: bool = True) -> int:
     """See that a file is an archive as torch writes them, to the last byte.
 
     Args:
         file: Open for reading.
         contents: Also read every tensor, for its checksum. Without it only the objects' structure is verified.
+
+    Returns:
+        The bytes that it has for tensors.
 
     Raises:
         ValueError: It is not, or is damaged.
@@ -47,6 +68,7 @@ def verify(file: BinaryIO, contents: bool = True) -> None:
         for member in members:
             if member.filename.endswith("/data.pkl") and _ALLOCATION.search(archive.read(member)):
                 raise ValueError("it holds a bytearray, which could be of any size")
+    return sum(member.file_size for member in members if re.search(r"/data/\d+$", member.filename))
 
 
 def _end_of(file: BinaryIO) -> tuple[int, int]:
@@ -129,6 +151,42 @@ def _torch_numbers_archives() -> bool:
     torch.save([torch.zeros(1), torch.ones(1)], sample)
     with zipfile.ZipFile(sample) as archive:
         return _is_in_order(archive, archive.infolist())
+
+
+@cache
+def _torch_compares_sizes() -> bool:
+    """Whether torch itself refuses a part that is not as long as its tensor; older ones take what comes first of it."""
+    sample, longer = io.BytesIO(), io.BytesIO()
+    torch.save(torch.zeros(1), sample)
+    with zipfile.ZipFile(sample) as archive, zipfile.ZipFile(longer, "w") as changed:
+        for member in archive.infolist():
+            rest = bytes(60) if member.filename.endswith("/data/0") else b""
+            changed.writestr(member.filename, archive.read(member) + rest)
+    longer.seek(0)
+    try:
+        torch.load(longer, weights_only=True)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
+    """The memory behind all tensors of a nest, of each as often as it is shared."""
+    if isinstance(value, torch.Tensor):
+        if value.layout == torch.sparse_coo:
+            yield from _storages([value._indices(), value._values()])
+        elif value.layout in (torch.sparse_csr, torch.sparse_bsr):
+            yield from _storages([value.crow_indices(), value.col_indices(), value.values()])
+        elif value.layout in (torch.sparse_csc, torch.sparse_bsc):
+            yield from _storages([value.ccol_indices(), value.row_indices(), value.values()])
+        else:
+            yield value.untyped_storage()
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _storages(item)
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from _storages(item)
 
 
 def _combined(sums: int, checksum: int) -> int:

@@ -183,13 +183,10 @@ def read(path: Path) -> Any:
             "Give the path that was given to save, without .pt, and check the folder."
         )
     try:
-        with open(path, "rb") as file:
-            _archive().verify(file)
-            file.seek(0)
-            with warnings.catch_warnings():
-                # A warning (of how sparse tensors are read) is no reason to take the file for damaged under -W error.
-                warnings.simplefilter("ignore")
-                return torch.load(file, map_location="cpu", weights_only=True)
+        with open(path, "rb") as file, warnings.catch_warnings():
+            # A warning (of how sparse tensors are read) is no reason to take the file for damaged under -W error.
+            warnings.simplefilter("ignore")
+            return _archive().load(file)
     except PermissionError as error:
         raise PermissionError(
             f"{path} may not be read by this user ({error.strerror}), so nothing was loaded from it. "

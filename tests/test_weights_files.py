@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import hapi
-from hapi import archive, checkpoint, tensorfile
+from hapi import archive, checkpoint, files, tensorfile
 
 safetensors = importlib.import_module("safetensors.torch")
 FORMATS = ("net.pt", "net.safetensors")
@@ -309,15 +309,41 @@ def test_what_is_no_state_dict(tmp_path: Path, content: Any) -> None:
         hapi.Model(network()).load(tmp_path / "net")
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"a": torch.zeros(3), "empty": torch.zeros(0), "number": 1, "text": "x"},
+        {"view": torch.arange(10)[2:5], "same": torch.arange(10)},
+        [torch.ones(3).half(), (torch.ones(3, dtype=torch.bool), {"w": nn.Parameter(torch.ones(2, 2))})],
+        {"sparse": torch.eye(3).to_sparse()},
+        "text",
+    ],
+)
+def test_what_is_stored_is_as_long_as_it_should_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: Any
+) -> None:
+    """An older torch does not compare it, and takes what comes first of a part that is too long."""
+    monkeypatch.setattr(archive, "_torch_compares_sizes", lambda: False)
+    shared = [content, content]
+    torch.save(shared, tmp_path / "kept.pt")
+    files.read(tmp_path / "kept.pt")
+    monkeypatch.setattr(archive, "verify", lambda file: 10**6)
+    with pytest.raises(ValueError, match=r"its tensors take \d+ bytes, and it has 1000000 for them"):
+        files.read(tmp_path / "kept.pt")
+
+
 def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = hapi.Model(network()).prepare("adam")
     for name in ("1", "2"):
         subject.steps_trained = int(name)
         subject.save(tmp_path / name)
 
-    def refused(file: Any, *rest: Any) -> None:
+    verify = archive.verify
+
+    def refused(file: Any, *rest: Any, **more: Any) -> int:
         if "2.pt" in str(file.name):
             raise PermissionError(13, "Permission denied")
+        return verify(file, *rest, **more)
 
     # As root may read everything, the refusal is played.
     monkeypatch.setattr(archive, "verify", refused)
