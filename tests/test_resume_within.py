@@ -195,6 +195,7 @@ def without(path, *keys, value=None):
     torch.save(content, file)
 
 
+@pytest.mark.filterwarnings("ignore:The run to resume had no scheduler")
 @pytest.mark.parametrize(
     ("kind", "keys", "value"),
     [
