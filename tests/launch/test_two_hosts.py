@@ -175,6 +175,9 @@ time.sleep(1)
     ), logs
 
 
+@pytest.mark.xfail(
+    strict=False, reason="torch's agent may not notice for minutes that a host is gone; see CONTRIBUTING.md"
+)
 def test_hosts_come_and_go(tmp_path):
     script = """
 import os, time
