@@ -92,12 +92,8 @@ class Agreement:
         """Whether this process itself was told to stop, whatever the others know."""
         return bool(self._signals.received)
 
-    def meet(self) -> None:
-        """Called on every rank, where they have not met on the way: what one was told, all know."""
-        self._exchange(None, 0, 0)
-
     def stops(self) -> bool:
-        """Whether a rank has asked to stop, at the end of an epoch."""
+        """Whether a rank has asked to stop, at the end of an epoch or of an evaluation; what one was told, all know."""
         self._exchange(None, 0, 0)
         return bool(self._model.stop_training)
 

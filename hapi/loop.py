@@ -227,7 +227,7 @@ class _CheckIn:
     def at_end(self, aligned: bool) -> None:
         """Before values of which a rank may have a part alone are used."""
         if not aligned:
-            self.agreement.meet()
+            self.agreement.stops()
             _leave_if_told(self.run, self.plan, self.agreement)
 
 

@@ -11,7 +11,7 @@ from hapi import kinds
 from hapi.distributed import get_rank
 
 
-def show(owner: type, path: str | os.PathLike[str] | None, example: str, draw: Callable[[Any], None]) -> None:
+def show(owner: type[Any], path: str | os.PathLike[str] | None, example: str, draw: Callable[[Any], None]) -> None:
     """Make a figure of matplotlib's, on rank 0 alone: all ranks have the same values, and one file is for one of them.
 
     Args:
@@ -26,7 +26,7 @@ def show(owner: type, path: str | os.PathLike[str] | None, example: str, draw: C
         TypeError: ``path`` is none.
     """
     name = owner.__name__
-    kinds.check(owner.plot, {"path": path})  # type: ignore[attr-defined]
+    kinds.check(owner.plot, {"path": path})
     try:
         import matplotlib
         from matplotlib.figure import Figure
