@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ from hapi.distributed.launch.watch import GRACE_AFTER_FAILURE, Watch, Worker
 
 # Seconds between two looks at the workers.
 _INTERVAL = 0.05
-# Hosts that are done wait for the others, who may still write a checkpoint.
-_EXIT_BARRIER = 24 * 3600.0
+# And at whether the other hosts are done too.
+_DONE_INTERVAL = 0.1
 _MEETING = "hapi/workers"
 _ROUNDS = "hapi/rounds"
+_MEMBER = "hapi/member"
+_DONE = "hapi/done"
 
 
 def worker_spec(options: Options, processes: int, handler: RendezvousHandler) -> WorkerSpec:
@@ -62,7 +65,7 @@ class Agent(LocalElasticAgent):
     def __init__(
         self, spec: WorkerSpec, logs: WorkerLogs, job: Job, options: Options, hosts: Hosts, channel: Channel | None
     ) -> None:
-        super().__init__(spec, logs, exit_barrier_timeout=_EXIT_BARRIER)
+        super().__init__(spec, logs)
         self._logs, self._job, self._options, self._hosts, self._channel = logs, job, options, hosts, channel
         self._watch: Watch | None = None
         self._rounds = 0
@@ -87,6 +90,16 @@ class Agent(LocalElasticAgent):
         group.master_addr, port, number = place.split()
         group.master_port, self._logs.round = int(port), int(number)
 
+    def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec) -> Any:
+        channel = self._channel
+        if channel is None:
+            return super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
+        # Said before torch waits for word of all hosts: afterwards all have said it, also one that has died since.
+        store.set(f"{_MEMBER}/{group_rank}", str(channel.number))
+        workers = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
+        channel.begin_round(int(store.get(f"{_MEMBER}/{place}")) for place in range(group_world_size))
+        return workers
+
     def _count_round(self) -> int:
         """How often the job's workers have been started before. Each host's own count may differ from another's."""
         if self._hosts.alone:
@@ -105,13 +118,11 @@ class Agent(LocalElasticAgent):
             rank = worker_group.workers[local_rank].global_rank
             workers.append(Worker(rank, handler.proc, self._logs.error_file(rank), self._logs.path(rank)))
         self._watch = Watch(workers)
-        if self._channel is not None:
-            self._channel.begin_round(self._logs.round)
         return identifiers
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._job.raise_if_told()
-        if self._channel is not None and self._channel.lost_in_round == self._logs.round:
+        if self._channel is not None and self._channel.is_short():
             return self._go_on_without(worker_group)
         if self._watch is not None and self._watch.has_failed():
             is_last = self._remaining_restarts == 0
@@ -131,6 +142,20 @@ class Agent(LocalElasticAgent):
         say("a host is lost; starting all processes anew with those that are left")
         self._restart_workers(worker_group)
         return RunResult(state=WorkerState.HEALTHY)
+
+    def _exit_barrier(self) -> None:
+        """Wait for the other hosts, who may still write a checkpoint; as long as they live, where torch has a limit."""
+        channel = self._channel
+        if channel is None:
+            return
+        group: Any = self._worker_group
+        group.store.add(_DONE, 1)
+        while group.store.add(_DONE, 0) < group.group_world_size:
+            self._job.raise_if_told()
+            if channel.is_short():
+                say("a host is lost before its processes have ended; those of this host have done so without a fault")
+                return
+            time.sleep(_DONE_INTERVAL)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *arguments: Any, **options: Any) -> None:
         # Instead of torch's: its signal reaches data workers too, and its patience is its own.

@@ -5,7 +5,6 @@ look at what it has learned. A store's keys, all under one name:
 
     hosts          how many have come; each takes the next number i
     beat/i, name/i a counter that goes up while host i lives; its name
-    round/i        the round that its workers are in
     end            why the job ends: a signal, or that a host has failed
     report/i       the failures of host i, once all its workers have ended
     bye/i          host i needs nothing more
@@ -17,7 +16,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from hapi.distributed.launch.failures import Failure
@@ -52,18 +51,18 @@ class Channel:
         self._hosts, self._job, self._job_id, self._watches, self._timeout = hosts, job, job_id, watches, timeout
         self._ready, self._closed = threading.Event(), threading.Event()
         self._problem = ""
-        self._number = -1
+        self.number = -1
+        """This host's. A host that comes again has another one."""
         self._outbox: dict[str, str] = {}
         self._reports: dict[int, list[Failure]] = {}
-        self._gone: set[int] = set()
+        self._left: set[int] = set()
+        self._silent: set[int] = set()
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._alive = time.monotonic()
         self.count = 0
         """Hosts that have come so far."""
         self.is_lost = False
-        self.lost_in_round = -1
-        """The round of this host's workers in which another host taking part was lost."""
-        self._round = -1
+        self._members: frozenset[int] = frozenset()
         self._store: Any = None
         works = (self._work, self._watch_the_work)
         self._threads = [
@@ -92,10 +91,13 @@ class Channel:
                 )
             time.sleep(_INTERVAL / 2)
 
-    def begin_round(self, number: int) -> None:
-        """The workers of this host take part in a round from now on."""
-        self._round = number
-        self._outbox[f"round/{self._number}"] = str(number)
+    def begin_round(self, members: Iterable[int]) -> None:
+        """The workers of this host run together with those of these hosts from now on."""
+        self._members = frozenset(members)
+
+    def is_short(self) -> bool:
+        """Whether a host that is in the round has left or is silent, and the job can go on without it."""
+        return not self._watches and not self._members.isdisjoint(self._gone)
 
     def tell_failing(self) -> None:
         """Have the other hosts end their workers now."""
@@ -103,9 +105,9 @@ class Channel:
 
     def exchange(self, failures: list[Failure]) -> list[Failure]:
         """The failures of all hosts, after each has ended its workers."""
-        self._outbox[f"report/{self._number}"] = json.dumps([failure.to_json() for failure in failures])
+        self._outbox[f"report/{self.number}"] = json.dumps([failure.to_json() for failure in failures])
         self._until(lambda: all(i in self._reports or i in self._gone for i in range(self.count)), _REPORTS_WITHIN)
-        known = {self._number: failures, **self._reports}
+        known = {self.number: failures, **self._reports}
         return [failure for number in sorted(known) for failure in known[number]]
 
     def leave(self, patience: float = 0.0) -> None:
@@ -116,7 +118,7 @@ class Channel:
         """
         if not self._ready.is_set():
             return
-        key = f"bye/{self._number}"
+        key = f"bye/{self.number}"
         self._outbox[key] = "x"
         if self._hosts.keeps_store:
             self._until(lambda: self._gone >= set(range(self.count)), _GOODBYE_WITHIN + patience)
@@ -135,6 +137,10 @@ class Channel:
         for thread in self._threads:
             thread.join(_ENDS_WITHIN)
         return not any(thread.is_alive() for thread in self._threads)
+
+    @property
+    def _gone(self) -> set[int]:
+        return self._left | self._silent
 
     def _until(self, condition: Callable[[], bool], limit: float) -> None:
         until = time.monotonic() + limit
@@ -179,12 +185,12 @@ class Channel:
                 f"The job {job!r} meets at {hosts.master}:{hosts.port}, and this one is {self._job_id!r}. "
                 "Write the same --job_id on each host, or another port."
             )
-        self._number = self._store.add(self._key("hosts"), 1) - 1
-        self._set(f"name/{self._number}", socket.gethostname())
+        self.number = self._store.add(self._key("hosts"), 1) - 1
+        self._set(f"name/{self.number}", socket.gethostname())
         self._ready.set()
 
     def _turn(self) -> None:
-        self._set(f"beat/{self._number}", str(time.monotonic()))
+        self._set(f"beat/{self.number}", str(time.monotonic()))
         passes_on = not self._hosts.is_elastic or self._hosts.keeps_store
         if self._job.signal is not None and self._job.is_mine and passes_on:
             self._outbox.setdefault("end", self._end(self._job.signal))
@@ -195,14 +201,14 @@ class Channel:
         if (end := self._get("end")) is not None:
             self._hear(json.loads(end))
         for number in range(self.count):
-            if number not in self._gone:
+            if number not in self._left:
                 self._look_at(number)
 
     def _end(self, number: int | None) -> str:
-        return json.dumps({"signal": number, "host": socket.gethostname(), "number": self._number})
+        return json.dumps({"signal": number, "host": socket.gethostname(), "number": self.number})
 
     def _hear(self, end: dict[str, Any]) -> None:
-        if end["number"] == self._number or self._job.is_told:
+        if end["number"] == self.number or self._job.is_told:
             return
         if end["signal"] is not None:
             self._job.pass_on(end["signal"])
@@ -213,23 +219,20 @@ class Channel:
         if number not in self._reports and (report := self._get(f"report/{number}")) is not None:
             self._reports[number] = [Failure.from_json(text) for text in json.loads(report)]
         if self._get(f"bye/{number}") is not None:
-            self._gone.add(number)
+            self._left.add(number)
             return
         beat, now = self._get(f"beat/{number}") or b"", time.monotonic()
         before, since = self._beats.get(number, (b"", now))
         if beat != before:
             since = now
         self._beats[number] = (beat, since)
-        if now - since > LOST_AFTER:
-            self._gone.add(number)
-            self._miss(number)
-
-    def _miss(self, number: int) -> None:
-        if self._watches:
-            name = (self._get(f"name/{number}") or b"?").decode()
-            self._job.lose(f"host {name} has given no sign of life for {LOST_AFTER:g} s")
-        elif self._get(f"round/{number}") == str(self._round).encode():
-            self.lost_in_round = self._round
+        if now - since <= LOST_AFTER:
+            self._silent.discard(number)
+        elif number not in self._silent:
+            self._silent.add(number)
+            if self._watches:
+                name = (self._get(f"name/{number}") or b"?").decode()
+                self._job.lose(f"host {name} has given no sign of life for {LOST_AFTER:g} s")
 
     def _watch_the_work(self) -> None:
         self._ready.wait()
