@@ -1,6 +1,7 @@
 """fit against the loop that one would write by hand: the same numbers, to the bit where nothing forbids it."""
 
 import random
+from functools import partialmethod
 
 import numpy as np
 import pytest
@@ -435,7 +436,10 @@ def test_a_penalty_is_added_to_the_loss_of_super(ignored, accumulate):
     torch.testing.assert_close(weights(net), weights(plain))
 
 
-def test_compile_gives_the_eager_numbers_and_keeps_names():
+# To build machine code takes half a minute where nothing of it is kept.
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compile_gives_the_eager_numbers_and_keeps_names(monkeypatch, backend):
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
     x, y = make_data(n=24)
     eager, compiled = make_net(), make_net()
     prepared(eager).fit((x, y), batch_size=8, verbose=0, seed=0)
