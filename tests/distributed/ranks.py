@@ -33,6 +33,8 @@ TIMEOUT = 60.0
 
 _GRACE = 2.0
 _processes = multiprocessing.get_context("forkserver")
+# What takes seconds to import and several tests use. One that is not there is left out.
+_PRELOADED = ["torch._dynamo", "torch.nn.parallel", "hapi", "torchmetrics.classification", __name__]
 
 
 class RankFailure(AssertionError):
@@ -86,7 +88,7 @@ class Ranks:
         self._members = []
 
     def _start(self) -> None:
-        _processes.set_forkserver_preload(["torch._dynamo", "torch.nn.parallel", "hapi", __name__])
+        _processes.set_forkserver_preload(_PRELOADED)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
