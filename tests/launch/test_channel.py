@@ -91,7 +91,8 @@ def test_a_round_is_short_while_a_host_of_it_is_silent(monkeypatch):
     eventually(keeper.is_short, 20, "it has left")
     keeper.begin_round([0])
     assert not keeper.is_short()
-    leave(keeper, other)
+    keeper.leave()
+    assert other.has_ended() and keeper.has_ended()
 
 
 def test_a_job_that_needs_all_hosts_ends_with_the_first_that_is_silent(monkeypatch):
