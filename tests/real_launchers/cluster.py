@@ -31,7 +31,7 @@ SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=15
 CredType=cred/munge
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 StateSaveLocation={folder}/state
@@ -52,6 +52,7 @@ ReturnToService=2
 KillWait=5
 SchedulerParameters=sched_min_interval=0,defer_batch
 """
+# cred_expire: as long a job that is put back waits, 120 seconds by default.
 # linuxproc and task/none: a container has no cgroups to give. config_overrides: a node has the CPUs that are written.
 
 

@@ -67,7 +67,7 @@ def test_the_slurm_script_trains_and_goes_on_after_its_signal(
     # What Slurm sends before the time is over.
     cluster.call("scancel", "--signal=USR1", job)
     await_log(log, r"hapi: stopped after step \d+")
-    # A job that was put back waits two minutes there.
+    # A job that was put back waits until its credentials have expired, which the cluster lets be soon.
     text = await_log(log, r"'acc': (\d\.\d+)", times=2)
     assert "hapi: resuming from checkpoints/step_" in text
     first, second = re.findall(r"'acc': (\d\.\d+)", text)
