@@ -72,3 +72,8 @@ def test_the_slurm_script_trains_and_goes_on_after_its_signal(
     assert "hapi: resuming from checkpoints/step_" in text
     first, second = re.findall(r"'acc': (\d\.\d+)", text)
     assert first == second
+    # In the middle of a job's end its daemons would take long to end.
+    until = time.monotonic() + 60
+    while cluster.call("squeue", "-h"):
+        assert time.monotonic() < until, "the job does not end"
+        time.sleep(0.2)
