@@ -260,7 +260,9 @@ def evaluate(run: Run, feed: Feed, num_iters: int | None = None, check_in: _Chec
     stepper.sync(parameters=False)
     callbacks.call("on_eval_begin", logs={"steps": feed.steps})
     with modes.evaluating(stepper.exchange.replica):
-        for step, piece in enumerate(islice(feed.pieces(0), num_iters)):
+        # Not by enumerate, which holds on to a piece until the next one is read.
+        for piece in islice(feed.pieces(0), num_iters):
+            step += 1
             callbacks.call("on_eval_batch_begin", step)
             if piece.batch is not None:
                 inputs, labels = _evaluation_batch(run, feed, piece, stream)
@@ -295,10 +297,11 @@ def predict(run: Run, feed: Feed, stack_outputs: bool) -> Any:
     stepper, callbacks = run.stepper, run.callbacks
     stepper.sync(parameters=False)
     parts: list[predictions.Positioned] = []
-    stream = rng.mix(run.seed, rng.EVALUATE)
+    step, stream = -1, rng.mix(run.seed, rng.EVALUATE)
     callbacks.call("on_predict_begin", logs={"steps": feed.steps})
     with modes.evaluating(stepper.network):
-        for step, piece in enumerate(feed.pieces(0)):
+        for piece in feed.pieces(0):
+            step += 1
             callbacks.call("on_predict_batch_begin", step)
             if piece.batch is not None:
                 inputs, _ = _evaluation_batch(run, feed, piece, stream, needs_labels=False)

@@ -38,7 +38,7 @@ def stacked(parts: list[Positioned], ordered: bool) -> Any:
     templates = [template for _, template, *_ in ranks if template is not None]
     _refuse_unequal([problem for problem, *_ in ranks], templates)
     keys = torch.cat([keys for *_, keys, _ in ranks])
-    order = torch.argsort(keys, stable=True) if _agreed_order([ordered for *_, ordered in ranks]) else None
+    order = _order_of(keys) if _agreed_order([ordered for *_, ordered in ranks]) else None
     counts = [len(keys) for *_, keys, _ in ranks]
     columns = _columns([outputs for *_, outputs in parts], templates)
     whole = iter([_joined(column, counts, order) for column in columns])
@@ -47,15 +47,15 @@ def stacked(parts: list[Positioned], ordered: bool) -> Any:
 
 def _without_rows(outputs: list[Any]) -> Any:
     """The first batch's structure, with a tensor of no rows for each of its own, of a dtype that holds all batches'."""
-    named = [dict(_named(entry)) for entry in outputs]
+    named = list(map(_named, outputs))
     dtypes = iter([_common_dtype([entry[path] for entry in named]) for path in named[0]])
     return map_tensors(lambda tensor: tensor.new_empty((0, *tensor.shape[1:]), dtype=next(dtypes)), outputs[0])
 
 
 def _columns(outputs: list[Any], templates: list[Any]) -> list[torch.Tensor]:
     """This rank's rows, a tensor for each of the first template's, in its order, of a dtype that holds all ranks'."""
-    alike = [dict(_named(template)) for template in templates]
-    named = [dict(_named(entry)) for entry in outputs]
+    alike = list(map(_named, templates))
+    named = list(map(_named, outputs))
     columns = []
     for path, empty in alike[0].items():
         dtype = _common_dtype([template[path] for template in alike])
@@ -67,19 +67,23 @@ def _common_dtype(tensors: list[torch.Tensor]) -> torch.dtype:
     return reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
 
 
-def _named(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    """The tensors of a nest in `map_tensors`' order, each with its place in it: keys may come in another order."""
+def _named(outputs: Any) -> dict[tuple[Any, ...], torch.Tensor]:
+    """The tensors of a nest in `map_tensors`' order, by their place in it: keys may come in another order."""
+    return {(): outputs} if isinstance(outputs, torch.Tensor) else dict(_within(outputs, ()))
+
+
+def _within(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _named(item, (*path, key))
+            yield from _within(item, (*path, key))
     elif isinstance(value, tuple | list):
         for number, item in enumerate(value):
-            yield from _named(item, (*path, number))
+            yield from _within(item, (*path, number))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from _named(getattr(value, field.name), (*path, field.name))
+            yield from _within(getattr(value, field.name), (*path, field.name))
 
 
 def _agreed_order(ranks: list[bool]) -> bool:
@@ -94,8 +98,13 @@ def _agreed_order(ranks: list[bool]) -> bool:
     return all(ranks)
 
 
+def _order_of(keys: torch.Tensor) -> torch.Tensor | None:
+    """How rows with these keys are put in order; None: they are."""
+    return None if bool((keys[1:] > keys[:-1]).all()) else torch.argsort(keys, stable=True)
+
+
 def _joined(column: torch.Tensor, counts: list[int], order: torch.Tensor | None) -> torch.Tensor:
-    if group.get_world_size() == 1 and (order is None or bool((order[1:] > order[:-1]).all())):
+    if group.get_world_size() == 1 and order is None:
         return column
     rows = torch.cat(group.gather_rows(column, counts))
     return rows if order is None else rows[order]
@@ -103,21 +112,27 @@ def _joined(column: torch.Tensor, counts: list[int], order: torch.Tensor | None)
 
 def _row_keys(parts: list[Positioned]) -> torch.Tensor:
     """(rows,) int64 that sort as the rows do in the data set: the batch's number, then the row's place in it."""
-    keys = [
-        position if isinstance(position, torch.Tensor) else (position << 32) + torch.arange(size)
-        for position, size, _ in parts
-    ]
-    return torch.cat(keys) if keys else torch.empty(0, dtype=torch.int64)
+    if any([isinstance(position, torch.Tensor) for position, *_ in parts]):
+        return torch.cat(
+            [
+                position if isinstance(position, torch.Tensor) else torch.arange(size) + (position << 32)
+                for position, size, _ in parts
+            ]
+        )
+    # Not batch by batch, which would be a few calls for each.
+    numbers, sizes = (torch.tensor([part[index] for part in parts], dtype=torch.int64) for index in (0, 1))
+    first = (numbers << 32) - (sizes.cumsum(0) - sizes)
+    return first.repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
 
 
 def _why_not_stackable(parts: list[Positioned]) -> str | None:
     first: dict[tuple[Any, ...], tuple[int, ...]] | None = None
     for _, size, outputs in parts:
-        tensors = dict(_named(outputs))
+        tensors = _named(outputs)
         if not tensors:
             return f"The network gave {type(outputs).__name__} without any tensor"
         for path, tensor in tensors.items():
-            if tensor.dim() == 0 or len(tensor) != size:
+            if tensor.dim() == 0 or tensor.shape[0] != size:
                 shape, where = tuple(tensor.shape), f" as {_place(path)}" if path else ""
                 return f"The network gave an output of shape {shape}{where} for {size} samples, not one row each"
         shapes = {path: tuple(tensor.shape[1:]) for path, tensor in tensors.items()}
@@ -143,7 +158,7 @@ def _place(path: tuple[Any, ...]) -> str:
 def _refuse_unequal(problems: list[str | None], templates: list[Any]) -> None:
     problem = next((problem for problem in problems if problem is not None), None)
     if problem is None:
-        shapes = [{path: tuple(t.shape[1:]) for path, t in _named(template)} for template in templates]
+        shapes = [{path: tuple(t.shape[1:]) for path, t in _named(template).items()} for template in templates]
         unequal = next((other for other in shapes if other != shapes[0]), None)
         problem = _difference(shapes[0], unequal, "processes") if unequal is not None else None
     if problem is not None:

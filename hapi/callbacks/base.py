@@ -253,8 +253,11 @@ class CallbackList:
             kind: ``"train"``, ``"eval"`` or ``"predict"``.
             step: The step's number, from 0.
         """
-        # No generators, here and below: these run in each step.
-        return any([_is_due(callback, step) for callback in self._batch_hooks[_BATCH_END[kind]]])
+        # Plainly, here and below: these run in each step.
+        due = False
+        for callback in self._batch_hooks[_BATCH_END[kind]]:
+            due |= _is_due(callback, step)
+        return due
 
     def saves_at(self, steps_trained: int) -> bool:
         """Whether any callback saves after so many steps."""

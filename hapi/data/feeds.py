@@ -202,7 +202,9 @@ class SourceFeed(Feed):
         self.global_batch = order.global_batch
         self.aligned, self.stride, self.unit = True, order.global_batch, "samples"
         self._pin = device.type == "cuda"
-        self._placed, self._together = False, 1
+        self._placed = False
+        # Found out by each pass, from its first batch.
+        self._together: int | None = None
 
     def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
         """See `Feed.pieces`."""
@@ -210,8 +212,8 @@ class SourceFeed(Feed):
         shares = self._order.numbered(epoch, start.step, start.taken)
         # What is drawn for a batch is drawn where it is placed, within its step.
         self._placed = not getattr(self._source, "is_random", True)
-        self._together = 1
-        while bundle := list(islice(shares, self._together)):
+        self._together = None if self._placed else 1
+        while bundle := list(islice(shares, self._together or 1)):
             if len(bundle) > 1:
                 yield from _slices(self._fetch(joined([share.indices for _, share in bundle])), bundle)
             else:
@@ -220,7 +222,7 @@ class SourceFeed(Feed):
 
     def _single(self, number: int, share: Share) -> Piece:
         rows = self._fetch(share.indices)
-        if self._placed and rows is not None:
+        if self._together is None and rows is not None:
             self._together = _how_many(rows)
         return Piece(rows, len(share.indices), share.total, number)
 
@@ -242,7 +244,7 @@ class SourceFeed(Feed):
         return batch if self._placed else self._finished(batch)
 
     def _finished(self, rows: Any) -> Any:
-        return self._source.finish_batch(super().place(rows))
+        return self._source.finish_batch(batches.move(rows, self._device, self.floats))
 
 
 def _how_many(batch: Any) -> int:

@@ -36,10 +36,11 @@ class Tally:
     def __init__(
         self, metrics: Sequence[Metric], device: torch.device, label_span: tuple[int, int] | None = None
     ) -> None:
-        self._blank = [copy.deepcopy(metric) for metric in metrics]
-        for metric in self._blank:
+        # What the ranks' states are put together in, which replaces its own.
+        self._merged = [copy.deepcopy(metric) for metric in metrics]
+        for metric in self._merged:
             metric.reset()
-        self._metrics = [copy.deepcopy(metric).to(device) for metric in self._blank]
+        self._metrics = [copy.deepcopy(metric).to(device) for metric in self._merged]
         self._joining = [metric for metric in self._metrics if metric.joins_batches]
         self._others = [metric for metric in self._metrics if not metric.joins_batches]
         self._waiting = _Waiting()
@@ -122,10 +123,9 @@ class Tally:
         if any(rank["has_loss"] for rank in ranks):
             logs["loss"] = sum(float(rank["loss_sum"]) for rank in ranks) / weight if weight else math.nan
         if any(rank["updates"] for rank in ranks):
-            merged = copy.deepcopy(self._blank)
-            for index, metric in enumerate(merged):
+            for index, metric in enumerate(self._merged):
                 metric.merge([rank["metrics"][index] for rank in ranks])
-            add_values(values, merged)
+            add_values(values, self._merged)
         # What a metric computes may be drawn by chance, or named after the rank: rank 0's holds.
         return group.broadcast_object(logs | {name: float(value) for name, value in values.items()})
 
