@@ -28,9 +28,9 @@ class MLflowCallback(tracking.Tracker):
     Args:
         experiment: The experiment's name; it is made if there is none. None: MLflow's own setting.
         run_name: The run's name.
-        tracking_uri: Where to: ``"http://host:5000"``; a folder, ``"file:./mlruns"``, for which MLflow asks for
-            ``MLFLOW_ALLOW_FILE_STORE=true`` in the environment; a database, ``"sqlite:///mlflow.db"``, for which the
-            whole ``mlflow`` has to be installed, the extra being ``mlflow-skinny``. None: MLflow's own setting.
+        tracking_uri: Where to: ``"http://host:5000"``; a database, ``"sqlite:///mlflow.db"``; a folder,
+            ``"file:./mlruns"``, for which MLflow asks for ``MLFLOW_ALLOW_FILE_STORE=true`` in the environment. None:
+            MLflow's own setting; where there is none, newer ones make a database, ``mlflow.db``.
         log_freq: Steps from one ``batch/...`` to the next. None: fit's.
         params: Parameters besides those that the fit knows: ``{"width": 128}``.
         tags: The run's tags.

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,49 @@ from hapi.callbacks import MLflowCallback, ModelCheckpoint, tracking
 from hapi.signals import stopped_by
 
 mlflow = pytest.importorskip("mlflow")
+
+ROOT = Path(__file__).parents[2]
+# Nothing can be imported but the standard library and what the distributions named by argv stand upon.
+WITHOUT_THE_REST = """
+import importlib.metadata as metadata, sys
+from importlib.machinery import PathFinder
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+there, left = set(), [Requirement(text) for text in sys.argv[1:]]
+while left:
+    name = canonicalize_name(left.pop().name)
+    if name not in there:
+        there.add(name)
+        needed = map(Requirement, metadata.requires(name) or ())
+        left += [each for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})]
+packages = metadata.packages_distributions()
+hidden = {name for name, owners in packages.items() if not there & set(map(canonicalize_name, owners))} - {"hapi"}
+
+class Seen(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in hidden else super().find_spec(name, path, target)
+
+sys.meta_path[:] = [Seen if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+IN_A_FILE = """
+import torch, hapi
+from hapi.callbacks import MLflowCallback
+
+def fit(callback):
+    model = hapi.Model(torch.nn.Linear(3, 2)).prepare("adam", torch.nn.CrossEntropyLoss())
+    model.fit((torch.rand(8, 3), torch.arange(8) % 2), epochs=2, verbose=0, callbacks=callback)
+
+fit(MLflowCallback("digits", tracking_uri="sqlite:///own.db"))
+fit(MLflowCallback())
+import mlflow
+for uri, experiment in (("sqlite:///own.db", "digits"), (None, "Default")):
+    client = mlflow.MlflowClient(uri)
+    (run,) = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
+    steps = [point.step for point in client.get_metric_history(run.info.run_id, "epoch/loss")]
+    print(run.info.status, *steps)
+"""
 
 
 @pytest.fixture
@@ -64,6 +111,20 @@ def test_a_resumed_fit_goes_on_with_its_run_and_writes_nothing_twice(
     assert resumed.info.status == "FINISHED" and resumed.data.params == straight.data.params
     for name in straight.data.metrics:
         assert points(store, resumed, name) == points(store, straight, name)
+
+
+@pytest.mark.slow
+def test_a_database_in_a_file(tmp_path: Path) -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    extra = re.search(r"^mlflow = \[(.*)\]$", text, re.MULTILINE)
+    core = re.search(r"^dependencies = \[(.*)\]$", text, re.MULTILINE)
+    assert extra is not None and core is not None
+    names = re.findall(r'"([^"]+)"', core[1] + extra[1])
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
+    environ["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, "-c", WITHOUT_THE_REST + IN_A_FILE, *names]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=150)
+    assert done.stdout.splitlines()[-2:] == ["FINISHED 1 2"] * 2, done.stdout + done.stderr
 
 
 def test_a_run_that_the_script_has_begun_is_used_and_left_open(store: str) -> None:
