@@ -10,7 +10,6 @@ from typing import Any
 
 from hapi import kinds
 from hapi.callbacks import settings, tracking
-from hapi.callbacks.terminal import say
 
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 # What MLflow takes in names.
@@ -65,12 +64,11 @@ class MLflowCallback(tracking.Tracker):
         self._tags = dict(tags or {})
         self._is_ours = True
         self._written: dict[str, int] = {}
-        self._lost = False
 
     def _start(self, known: str | None) -> tuple[Any, str]:
         mlflow = importlib.import_module("mlflow")
         client = mlflow.MlflowClient(self.tracking_uri)
-        self._written, self._lost = {}, False
+        self._written = {}
         active = mlflow.active_run()
         self._is_ours = active is None
         if active is not None:
@@ -106,19 +104,8 @@ class MLflowCallback(tracking.Tracker):
         now = int(time.time() * 1000)
         named = {_FOREIGN.sub("_", name): value for name, value in values.items()}
         new = [metric(key, value, now, step) for key, value in named.items() if step > self._written.get(key, -1)]
-        try:
-            client.log_batch(self._run_id, metrics=new)
-        except Exception as error:
-            if not self._lost:
-                say(f"MLflowCallback: values are lost from step {step} on, as long as this lasts: {error}")
-            self._lost = True
-        else:
-            self._lost = False
+        client.log_batch(self._run_id, metrics=new)
 
     def _end(self, run: Any, how: str) -> None:
-        if not self._is_ours:
-            return
-        try:
+        if self._is_ours:
             run[0].set_terminated(self._run_id, _STATUS[how])
-        except Exception as error:
-            say(f"MLflowCallback: the end of the run could not be told: {error}")

@@ -9,6 +9,7 @@ from typing import Any
 
 from hapi import files, signals
 from hapi.callbacks.base import Callback, Logs
+from hapi.callbacks.terminal import say
 from hapi.distributed import get_rank
 
 
@@ -64,17 +65,20 @@ class Curves(Callback):
 class Tracker(Curves):
     """Curves of a run that a service knows by an id: a resumed fit goes on with the run that it had begun.
 
-    A subclass overrides `_start`, `_log` and `_end`, which are called on rank 0.
+    A subclass overrides `_start`, `_log` and `_end`, which are called on rank 0. An error of the last two, of a server
+    that cannot be reached, is told in a line, and the training goes on.
     """
 
     def __init__(self, log_freq: int | None = None) -> None:
         super().__init__(log_freq)
         self._run: Any = None
         self._run_id: str | None = None
+        self._lost = False
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Start anew; the run itself starts with the first epoch, when it is known whether it goes on."""
         self._run = self._run_id = None
+        self._lost = False
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Start the run, if it has not."""
@@ -103,11 +107,23 @@ class Tracker(Curves):
     def _finish(self, how: str) -> None:
         if self._run is not None:
             run, self._run = self._run, None
-            self._end(run, how)
+            try:
+                self._end(run, how)
+            except Exception as error:
+                say(f"{type(self).__name__}: the end of the run could not be told: {error}")
 
     def _write(self, group: str, values: Mapping[str, Any], step: int) -> None:
-        if self._run is not None:
-            self._log({f"{group}/{name}": float(value) for name, value in values.items()}, step)
+        if self._run is None:
+            return
+        plain = {f"{group}/{name}": float(value) for name, value in values.items()}
+        try:
+            self._log(plain, step)
+        except Exception as error:
+            if not self._lost:
+                say(f"{type(self).__name__}: values are lost from step {step} on, as long as this lasts: {error}")
+            self._lost = True
+        else:
+            self._lost = False
 
     def _start(self, known: str | None) -> tuple[Any, str]:
         """Start a run, or go on with one whose id is known; what it is, and its id."""

@@ -19,7 +19,7 @@ class WandbCallback(tracking.Tracker):
     is a run of its own; one that resumes goes on with its run. A run that the script has begun by ``wandb.init`` is
     used, and left open. Without a network, ``mode="offline"`` writes files for ``wandb sync``. wandb writes them late:
     of a run that was killed (SIGKILL) values may be missing in them, and what came after its checkpoint may stand
-    twice. Needs the extra ``wandb``.
+    twice. What wandb raises on the way or at the end costs values, not the training. Needs the extra ``wandb``.
 
     Args:
         project: The project's name.

@@ -144,3 +144,32 @@ def test_rank_1_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(tracking, "get_rank", lambda: 1)
     fit(model(), callback(tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_wandbs_costs_values_and_not_the_training(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    own = wandb.init(project="own", dir=str(tmp_path), mode="offline")
+    fails = {2, 5, 7}
+
+    def log(values: Any, step: int) -> None:
+        if step in fails:
+            raise wandb.errors.CommError("no way there")
+        logged.append(step)
+
+    def finish(self: Any, **_: Any) -> None:
+        raise TimeoutError("Timed out finishing run.")
+
+    monkeypatch.setattr(own, "log", log)
+    logged: list[int] = []
+    history = fit(model(), callback(tmp_path))
+    own.finish()
+    assert logged == [4, 9, 10] and len(history["loss"]) == 2
+
+    monkeypatch.setattr(type(own), "finish", finish)
+    assert len(fit(model(), callback(tmp_path))["loss"]) == 2
+    monkeypatch.undo()
+    wandb.run.finish()
+    assert capsys.readouterr().out.splitlines() == [
+        "WandbCallback: values are lost from step 2 on, as long as this lasts: no way there",
+        "WandbCallback: values are lost from step 5 on, as long as this lasts: no way there",
+        "WandbCallback: the end of the run could not be told: Timed out finishing run.",
+    ]
