@@ -36,6 +36,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 Logs = dict[str, Any]
@@ -132,6 +133,10 @@ class Callback:
     def _looks_at(self, step: int) -> bool:
         """Whether this one, of every ``batch_freq``-th steps, is looked at; once it is, until the hook is called."""
         return True
+
+    def _as_evaluated(self) -> AbstractContextManager[None]:
+        """Within, the network is what the evaluations of this fit see; entered on every rank."""
+        return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """What must survive a restart: tensors, numbers, texts, and lists and dicts of them."""

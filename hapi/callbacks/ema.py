@@ -120,6 +120,14 @@ class EMA(Callback):
         self._restore(self.model.network)
 
     @contextmanager
+    def _as_evaluated(self) -> Iterator[None]:
+        self.on_eval_begin()
+        try:
+            yield
+        finally:
+            self.on_eval_end()
+
+    @contextmanager
     def applied(self, model: Any = None) -> Iterator[None]:
         """Within, the network has the averages; afterwards its weights again.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ class TensorBoard(tracking.Curves):
         hparams: Hyper-parameters for the table of runs, besides those that fit knows (batch size, optimizer, ...):
             ``{"width": 128}``. None: no table.
         images: Images with their labels, as a data set or as two tensors: the first of them are drawn once, and
-            after each epoch the first that the network takes for something else. All of them are predicted for that:
-            pass a part of a large data set.
+            after each epoch the first that the network, as the evaluation sees it, takes for something else. All of
+            them are predicted for that: pass a part of a large data set.
         image_count: How many are drawn at most.
         classes: The names of the classes. None: ``images.classes`` where it has them.
 
@@ -93,7 +94,11 @@ class TensorBoard(tracking.Curves):
         outputs = None
         if self._images is not None:
             batch_size = self.params.get("batch_size") or 32
-            outputs = self.model.predict(self._images.data, batch_size=batch_size, verbose=0)
+            # As the values of the epoch's evaluation: with EMA the averages.
+            with ExitStack() as stack:
+                for callback in self.params["callbacks"]:
+                    stack.enter_context(callback._as_evaluated())
+                outputs = self.model.predict(self._images.data, batch_size=batch_size, verbose=0)
         super().on_epoch_end(epoch, logs)
         if outputs is not None and get_rank() == 0:
             self._draw("wrong", self._images.wrong(outputs, self.image_count), self.model.steps_trained)

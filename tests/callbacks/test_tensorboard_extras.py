@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset, Subset
 
 import hapi
-from hapi.callbacks import GradientNorm, TensorBoard, pictures, settings
+from hapi.callbacks import EMA, Callback, GradientNorm, TensorBoard, pictures, settings
 
 IMAGES = torch.rand(20, 1, 2, 3, generator=torch.Generator().manual_seed(2))
 
@@ -145,6 +145,33 @@ def test_the_training_is_the_same_with_it_and_without(tmp_path: Path) -> None:
     fit_images(shown, TensorBoard(tmp_path, log_freq=1, graph=True, hparams={}, images=(IMAGES, Y)))
     pairs = zip(plain.network.state_dict().items(), shown.network.state_dict().items(), strict=True)
     assert all(name == other and torch.equal(one, two) for (name, one), (other, two) in pairs)
+
+
+@pytest.mark.parametrize("in_evaluation", [True, False])
+@pytest.mark.parametrize("last", [True, False], ids=["EMA last", "EMA first"])
+def test_wrong_predictions_are_those_of_the_weights_that_the_evaluation_used(
+    tmp_path: Path, in_evaluation: bool, last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[torch.Tensor] = []
+    wrong = pictures.Labelled.wrong
+    monkeypatch.setattr(pictures.Labelled, "wrong", lambda self, out, n: told.append(out) or wrong(self, out, n))
+
+    class Look(Callback):
+        """The loss that the evaluation had, and what the network is when the others have seen the epoch's end."""
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            losses.append(logs["val_loss"])
+            assert self.model.network.training and self.model.network[3].training
+
+    losses: list[float] = []
+    plain, shown = image_model(), image_model()
+    board, ema = TensorBoard(tmp_path, images=(IMAGES, Y)), EMA(0.9, in_evaluation=in_evaluation)
+    fit_images(plain, EMA(0.9, in_evaluation=in_evaluation))
+    fit_images(shown, [board, ema, Look()] if last else [ema, board, Look()])
+    assert len(told) == 2
+    assert [float(nn.functional.cross_entropy(out, Y)) for out in told] == pytest.approx(losses)
+    pairs = zip(plain.network.state_dict().values(), shown.network.state_dict().values(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 class Named(Dataset):
