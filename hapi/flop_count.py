@@ -42,7 +42,7 @@ def flops(network: Any, input_size: Any = None, dtype: Any = None, inputs: Any =
 
     Raises:
         TypeError: It is no network, or no input was given.
-        ValueError: A shape is open.
+        ValueError: A shape is open, or beyond the memory; a network on the meta device takes any.
         RuntimeError: The network's forward failed on this input.
     """
     network, inputs = _as_network(network, input_size, inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -50,8 +51,8 @@ def summary(
     Raises:
         TypeError: `input_size` is not a shape, `dtype` is not a dtype, or both `input_size` and `inputs` are
             given.
-        ValueError: A size is open or negative, the dtypes are not as many as the inputs, or a lazy layer's
-            parameters were asked for without an input.
+        ValueError: A size is open, negative or beyond the memory, the dtypes are not as many as the inputs, or a
+            lazy layer's parameters were asked for without an input.
         RuntimeError: The network's forward failed on this input.
     """
     if input_size is not None and inputs is not None:
@@ -77,6 +78,11 @@ def summary(
 
 
 # What the network is run on
+
+_SMALLER = (
+    "Write a smaller batch, in whose size all else is counted, or give the network without its memory, "
+    'copy.deepcopy(network).to("meta").'
+)
 
 
 def make_inputs(network: nn.Module, input_size: Any, dtype: Any, caller: str = "summary") -> Any:
@@ -126,7 +132,16 @@ def _make_input(size: Any, dtype: Any, network: nn.Module, caller: str) -> torch
     kind = _as_dtype(dtype, caller)
     # Zeros are valid indices for an embedding; ones keep a logarithm or a division finite.
     fill = 1 if kind.is_floating_point or kind.is_complex else 0
-    return torch.full(shape, fill, dtype=kind, device=_device(network))
+    device = _device(network)
+    try:
+        return torch.full(shape, fill, dtype=kind, device=device)
+    except (RuntimeError, MemoryError, TypeError) as error:
+        if not _is_of_memory(error):
+            raise
+        raise ValueError(
+            f"{caller} received the shape {tuple(size)}, which as {kind} takes {math.prod(shape) * kind.itemsize:,} "
+            f"bytes: there is no memory for it on the device {str(device)!r}. {_SMALLER}"
+        ) from error
 
 
 def _as_dtype(dtype: Any, caller: str = "summary") -> torch.dtype:
@@ -253,10 +268,19 @@ def _failure(network: nn.Module, trace: Trace, inputs: Any, error: Exception) ->
     layer = trace.running[-1] if trace.running else network
     where = f"its layer {names[layer]!r} ({type(layer).__name__})" if names.get(layer) else "its forward"
     given = inputs[0] if isinstance(inputs, tuple) and len(inputs) == 1 else inputs
+    received = f"{trace.caller} gave the network {_describe(given)}"
+    if _is_of_memory(error):
+        return f"{received}, and {where} had no memory for it. {_SMALLER}"
     return (
-        f"{trace.caller} gave the network {_describe(given)}, and {where} failed: {type(error).__name__}: {error}. "
+        f"{received}, and {where} failed: {type(error).__name__}: {error}. "
         "Pass the shape and dtype of a real batch, input_size=tuple(batch.shape), or itself, inputs=batch."
     )
+
+
+def _is_of_memory(error: Exception) -> bool:
+    # torch has a type of error for each way in which a size is too large, and none of its own on the CPU.
+    words = ("can't allocate memory", "not enough memory", "bad_alloc", "calculation overflowed", "Overflow when")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in words)
 
 
 def _describe(value: Any) -> str:

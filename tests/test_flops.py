@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -122,3 +123,31 @@ def test_of_a_model() -> None:
         hapi.flops(model.network, (4, 6), inputs=torch.rand(4, 6))
     with pytest.raises(TypeError, match=r"of type int, which is no network.*hapi\.flops\(network"):
         hapi.flops(3, (4, 6))
+
+
+@pytest.mark.parametrize("size", [(10**6, 3, 10**3, 10**4), (10**30, 3, 8, 8), (10**12, 10**12, 8, 8)])
+def test_an_input_beyond_the_memory(size: tuple[int, ...]) -> None:
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1))
+    match = r"received the shape \(10+, .*which as torch.float32 takes [\d,]+ bytes: there is no memory.*'cpu'. Write a sm"
+    for call in (lambda: hapi.flops(network, size), lambda: hapi.Model(network).summary(size)):
+        with pytest.raises(ValueError, match=match) as caught:
+            call()
+        assert caught.value.__cause__ is not None
+
+
+def test_a_layer_beyond_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    network = nn.Sequential(nn.Flatten(0, 1), nn.Linear(1, 2))
+    network[1].weight = nn.Parameter(torch.zeros(1, 1).expand(10**9, 1))
+    network[1].bias = None
+    match = r"^flops gave the network \[1000000, 1, 1\], and its layer '1' \(Linear\) had no memory for it. Write a smaller"
+    with pytest.raises(RuntimeError, match=match):
+        hapi.flops(network, (10**6, 1, 1))
+    # What the message says works with any size.
+    assert hapi.flops(copy.deepcopy(network[1:]).to("meta"), (10**7, 1)) == 2 * 10**16
+    hapi.Model(nn.Linear(6, 3, device="meta")).summary((10**14, 6))
+    assert "[100000000000000, 3]" in capsys.readouterr().out
+
+
+def test_an_error_of_another_kind_is_torchs_own() -> None:
+    with pytest.raises(RuntimeError, match="quint8|[Qq]uanti"):
+        hapi.flops(nn.Linear(6, 3), (2, 6), dtype=torch.quint8)
