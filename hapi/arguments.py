@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hapi.checks import positive_int, whole_number
+from hapi import kinds
 from hapi.distributed import group
 
 _STRATEGIES = ("auto", "ddp")
@@ -126,14 +126,14 @@ class FitOptions:
 
     def __post_init__(self) -> None:
         for name in ("epochs", "eval_freq", "log_freq", "save_freq", "accumulate_grad_batches"):
-            setattr(self, name, positive_int(name, getattr(self, name), 1))
+            setattr(self, name, kinds.count(name, getattr(self, name), 1))
         for name in ("num_iters", "global_batch_size"):
             if getattr(self, name) is not None:
-                setattr(self, name, positive_int(name, getattr(self, name), 100))
+                setattr(self, name, kinds.count(name, getattr(self, name), 100))
         if isinstance(self.batch_size, tuple | list):
-            self.batch_size = [positive_int("batch_size", size, 32) for size in self.batch_size]
+            self.batch_size = [kinds.count("batch_size", size, 32) for size in self.batch_size]
         elif self.batch_size is not None:
-            self.batch_size = positive_int("batch_size", self.batch_size, 32)
+            self.batch_size = kinds.count("batch_size", self.batch_size, 32)
         self.num_workers = check_reading(self.num_workers, self.verbose)
         self._check_switches()
         self._check_names()
@@ -179,10 +179,8 @@ class FitOptions:
             )
         if self.nan_policy not in _NAN_POLICIES:
             raise ValueError(f'nan_policy received {self.nan_policy!r}, which is unknown. Write "stop" or "ignore".')
-        number = whole_number(self.seed)
-        if self.seed is not None and number is None:
-            raise TypeError(f"seed received {self.seed!r}, which is not a whole number. Write seed=0, or leave it out.")
-        self.seed = number
+        if self.seed is not None:
+            self.seed = kinds.count("seed", self.seed, 0, None)
         if self.resume == "" or not isinstance(self.resume, bool | str | PathLike | None):
             raise TypeError(
                 f"resume received {self.resume!r}, of type {type(self.resume).__name__}, which names no checkpoint. "
@@ -263,13 +261,7 @@ def check_reading(num_workers: Any, verbose: Any) -> int | None:
         TypeError: num_workers is no whole number.
         ValueError: One of them is out of range.
     """
-    number = None if num_workers is None else whole_number(num_workers)
-    if number is None and num_workers is not None:
-        raise TypeError(
-            f"num_workers received {num_workers!r}, which is not a whole number. Write num_workers=2, or 0."
-        )
-    if number is not None and number < 0:
-        raise ValueError(f"num_workers received {num_workers}, but it counts processes. Write num_workers=2, or 0.")
+    number = None if num_workers is None else kinds.count("num_workers", num_workers, 2, 0, what="processes")
     if verbose not in (0, 1, 2):
         raise ValueError(
             f"verbose received {verbose!r}, which is no way of reporting. "

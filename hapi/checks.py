@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import operator
 import warnings
 from collections.abc import Iterable
 from functools import partial
@@ -31,37 +30,6 @@ _BACKWARD = (
     "and several processes need. Leave backward(), zero_grad() and step() out of it, and write `return loss, outputs`."
 )
 _OF_PROBABILITIES = ("BCELoss", "BCEWithLogitsLoss")
-
-
-def positive_int(name: str, value: Any, example: int) -> int:
-    """A whole number of at least one.
-
-    Raises:
-        TypeError: It is no whole number.
-        ValueError: It is below one.
-    """
-    number = whole_number(value)
-    if number is None:
-        raise TypeError(
-            f"{name} received {value!r:.60}, of type {type(value).__name__}, which is not a whole number. Write "
-            f"{name}={example}; data and labels go together, as one tuple (x, y)."
-            if hasattr(value, "shape")
-            else f"{name} received {value!r:.60}, of type {type(value).__name__}, which is not a whole number. Write "
-            f"{name}={example}."
-        )
-    if number < 1:
-        raise ValueError(f"{name} received {value}, but it counts from 1. Write {name}={example}, or leave it out.")
-    return number
-
-
-def whole_number(value: Any) -> int | None:
-    """The value as an int, NumPy's whole numbers too; None for anything else, True and False included."""
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
 
 
 def optimizer_parameters(optimizer: torch.optim.Optimizer, network: nn.Module, companions: nn.Module | None) -> None:

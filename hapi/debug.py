@@ -10,7 +10,6 @@ from hapi.callbacks.base import Callback, as_list
 from hapi.callbacks.history import History
 from hapi.callbacks.lr import LRScheduler
 from hapi.callbacks.terminal import number, say
-from hapi.checks import positive_int
 from hapi.trial import untouched
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def fast_dev_run(
         The values of the epoch, as its logs hold them.
     """
     kinds.check(fast_dev_run, {"model": model})
-    positive_int("steps", steps, 1)
+    kinds.count("steps", steps, 1)
     kept = [callback for callback in as_list(callbacks) if not _writes(callback)]
     with untouched(model, steps):
         history = model.fit(
@@ -103,7 +102,7 @@ def overfit_batches(
         The values of each pass.
     """
     kinds.check(overfit_batches, {"model": model})
-    positive_int("batches", batches, 1)
+    kinds.count("batches", batches, 1)
     arguments.check_reading(num_workers or 0, verbose)
     # One that moves the scheduler would find none.
     kept = [each for each in as_list(callbacks) if not (_writes(each) or isinstance(each, LRScheduler))]

@@ -1,7 +1,4 @@
-"""Arguments of constructors and functions against the kinds that their annotations name.
-
-Imported where something is constructed, not by `import hapi`.
-"""
+"""Arguments of constructors and functions against the kinds that their annotations name, and whole numbers."""
 
 from __future__ import annotations
 
@@ -11,6 +8,47 @@ from collections.abc import Callable, Mapping
 from numbers import Real
 from os import PathLike
 from typing import Any
+
+
+def count(name: str, value: Any, example: int, least: int | None = 1, *, owner: str = "", what: str = "") -> int:
+    """See that an argument is a whole number, NumPy's too, that is not too small.
+
+    Args:
+        name: The argument's name.
+        value: What it received.
+        example: What to write.
+        least: The least that it may be; None: it may be any.
+        owner: Whose argument it is, for the message; empty: that of a method of `Model`'s.
+        what: What it counts, for the message.
+
+    Returns:
+        The value as an int.
+
+    Raises:
+        TypeError: It is no whole number. True and False are none.
+        ValueError: It is below `least`.
+    """
+    number = whole(value)
+    received = f"{owner} received {name}={value!r:.60}" if owner else f"{name} received {value!r:.60}"
+    if number is None:
+        columns = "; data and labels go together, as one tuple (x, y)" if hasattr(value, "shape") else ""
+        raise TypeError(
+            f"{received}, of type {type(value).__name__}, which is not a whole number. Write {name}={example}{columns}."
+        )
+    if least is not None and number < least:
+        counted = f"counts {what} from" if what else "counts from"
+        raise ValueError(f"{received}, but it {counted} {least}. Write {name}={example}.")
+    return number
+
+
+def whole(value: Any) -> int | None:
+    """The value as an int, NumPy's whole numbers too; None for anything else, True and False included."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def check(owner: Callable[..., Any], given: Mapping[str, Any]) -> None:
@@ -54,16 +92,6 @@ class _Kind:
         self.name, self.example, self.fits = name, example, fits
 
 
-def _is_whole(value: Any) -> bool:
-    if isinstance(value, bool):
-        return False
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return True
-
-
 def _is_switch(value: Any) -> bool:
     # 0 and 1, and NumPy's, are as good. By type first: arrays compare element by element.
     return not hasattr(value, "__len__") and value in (True, False)
@@ -71,7 +99,7 @@ def _is_switch(value: Any) -> bool:
 
 _PATH = _Kind("a path", '"runs/1"', lambda value: isinstance(value, str | PathLike))
 _KINDS = {
-    "int": _Kind("a whole number", "1", _is_whole),
+    "int": _Kind("a whole number", "1", lambda value: whole(value) is not None),
     "float": _Kind("a number", "0.1", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
     "bool": _Kind("True or False", "True", _is_switch),
     "str": _Kind("a text", '"name"', lambda value: isinstance(value, str)),

@@ -8,7 +8,6 @@ before: not on the evaluation between two epochs, the number of workers, or a re
 from __future__ import annotations
 
 import importlib
-import operator
 import random
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from hapi import kinds
 
 _MASK = (1 << 64) - 1
 
@@ -30,11 +31,7 @@ def seed(n: int) -> None:
         n: The seed, a whole number. `fit` draws its own seed from torch's generator, so that this call at the
             top of a script repeats the whole run; ranks draw different numbers all the same.
     """
-    if isinstance(n, bool) or not hasattr(n, "__index__"):
-        raise TypeError(
-            f"hapi.seed received {n!r}, which is not a whole number: a seed names a stream. Write hapi.seed(0)."
-        )
-    n = operator.index(n)
+    n = kinds.count("n", n, 0, None, owner="hapi.seed")
     random.seed(n)
     torch.manual_seed(n)
     numpy_random = _numpy_random()

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hapi import arguments, checks, files, loop, modes, report, rng, signals
+from hapi import arguments, checks, files, kinds, loop, modes, rng, signals
 from hapi.agreement import Agreement
 from hapi.arguments import FitOptions, check_reading
 from hapi.batch import floats_for
 from hapi.callbacks import History
 from hapi.callbacks.base import Callback, CallbackList, callbacks_alike, default_callbacks
-from hapi.checks import positive_int
 from hapi.cursor import Cursor
 from hapi.data import Feed, Request, make_feed
 from hapi.data.make import DEFAULT_BATCH_SIZE, has_own_batches
@@ -39,9 +38,9 @@ class PassOptions:
 
     def __post_init__(self) -> None:
         if self.num_iters is not None:
-            positive_int("num_iters", self.num_iters, 100)
-        positive_int("batch_size", self.batch_size, DEFAULT_BATCH_SIZE)
-        positive_int("log_freq", self.log_freq, 10)
+            kinds.count("num_iters", self.num_iters, 100)
+        kinds.count("batch_size", self.batch_size, DEFAULT_BATCH_SIZE)
+        kinds.count("log_freq", self.log_freq, 10)
         check_reading(self.num_workers, self.verbose)
 
     def request(self, data_decides: bool, floats: torch.dtype) -> Request:
@@ -56,7 +55,7 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
     engine = model._engine
     _check_trainable(model)
     # Only for a process that trains.
-    from hapi import resuming
+    from hapi import report, resuming
 
     stepper = engine.ready()
     chosen = _agreed_callbacks(model, eval_data, callbacks, options)

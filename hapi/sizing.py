@@ -10,7 +10,6 @@ import torch
 
 from hapi import arguments, kinds, session
 from hapi.callbacks.terminal import say
-from hapi.checks import positive_int
 from hapi.data import make_feed
 from hapi.data.make import has_own_batches
 from hapi.distributed import group
@@ -55,7 +54,7 @@ def find_batch_size(
     kinds.check(find_batch_size, locals())
     arguments.check_reading(num_workers or 0, verbose)
     for name, value in (("start", start), ("steps", steps), *([("largest", largest)] if largest is not None else [])):
-        positive_int(name, value, 2)
+        kinds.count(name, value, 2)
     _refuse_fixed_sizes(train_data)
     session._check_trainable(model, "find_batch_size")
     with untouched(model):

@@ -16,7 +16,6 @@ from hapi import arguments, kinds, modes, rng, session
 from hapi.batch import floats_for
 from hapi.callbacks import drawing
 from hapi.callbacks.base import CallbackList
-from hapi.checks import positive_int
 from hapi.data import Feed, Piece, Request, make_feed
 from hapi.distributed import group
 from hapi.metrics.tally import Tally
@@ -160,7 +159,7 @@ def _check_sweep(min_lr: Any, max_lr: Any, steps: Any, diverged: Any) -> None:
             "above 0 to a larger one that is finite, and a loss has diverged at more than once its lowest value. Write "
             "min_lr=1e-7, max_lr=10.0, diverged=4.0."
         )
-    positive_int("steps", steps, 100)
+    kinds.count("steps", steps, 100)
     if steps < 3:
         raise ValueError(f"find_lr received steps={steps}, which show no slope. Write steps=100.")
 
@@ -175,7 +174,7 @@ def request_for(
     """
     for name, size in (("batch_size", batch_size), ("global_batch_size", global_batch_size)):
         if size is not None:
-            positive_int(name, size, 32)
+            kinds.count(name, size, 32)
     arguments.check_reading(workers or 0, 0)
     # The seed that a fit would draw, so that the batches are those of its first epoch.
     seed = group.broadcast_object(rng.draw_seed())

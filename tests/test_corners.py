@@ -252,6 +252,37 @@ def test_whole_numbers_of_numpy_are_whole_numbers():
         model.fit(data(), batch_size=np.float64(5), verbose=0)
 
 
+COUNTS = {
+    "save_freq": (hapi.callbacks.ModelCheckpoint, 0),
+    "every_n_steps": (hapi.callbacks.ModelCheckpoint, 0),
+    "keep_last": (hapi.callbacks.ModelCheckpoint, 0),
+    "save_top_k": (hapi.callbacks.ModelCheckpoint, 0),
+    "patience": (hapi.callbacks.EarlyStopping, -1),
+    "cooldown": (hapi.callbacks.ReduceLROnPlateau, -1),
+    "wait": (hapi.callbacks.Profiler, -1),
+    "active": (hapi.callbacks.Profiler, 0),
+    "log_freq": (hapi.callbacks.ProgBarLogger, 0),
+    "image_count": (hapi.callbacks.TensorBoard, 0),
+    "topk": (hapi.metrics.Accuracy, 0),
+    "n": (hapi.seed, None),
+    "nprocs": (lambda nprocs: hapi.distributed.spawn(len, nprocs=nprocs), 0),
+    "num_workers": (lambda num_workers: hapi.Model(nn.Linear(1, 1)).predict([], num_workers=num_workers), -1),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_count_of_a_wrong_kind_and_one_that_is_too_small(name):
+    call, small = COUNTS[name]
+    for value in (True, 1.5, "3"):
+        with pytest.raises(
+            TypeError, match=rf"received .*{value!r}, of type .*which is not a whole number. Write {name}="
+        ):
+            call(**{name: value})
+    if small is not None:
+        with pytest.raises(ValueError, match=rf"received .*{small}, but it counts .*from {small + 1}. Write {name}="):
+            call(**{name: small})
+
+
 def test_options_of_ddp_are_checked_in_one_process_too():
     with pytest.raises(ValueError, match="It takes: .*bucket_cap_mb"):
         hapi.Model(nn.Linear(1, 1)).prepare(ddp_options={"bucket_cap": 1})

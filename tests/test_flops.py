@@ -128,7 +128,7 @@ def test_of_a_model() -> None:
 @pytest.mark.parametrize("size", [(10**6, 3, 10**3, 10**4), (10**30, 3, 8, 8), (10**12, 10**12, 8, 8)])
 def test_an_input_beyond_the_memory(size: tuple[int, ...]) -> None:
     network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1))
-    match = r"received the shape \(10+, .*which as torch.float32 takes [\d,]+ bytes: there is no memory.*'cpu'. Write a sm"
+    match = r"received the shape \(10+, .*which as torch.float32 takes [\d,]+ bytes: there is no memory.*'cpu'. Write"
     for call in (lambda: hapi.flops(network, size), lambda: hapi.Model(network).summary(size)):
         with pytest.raises(ValueError, match=match) as caught:
             call()
@@ -139,7 +139,7 @@ def test_a_layer_beyond_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
     network = nn.Sequential(nn.Flatten(0, 1), nn.Linear(1, 2))
     network[1].weight = nn.Parameter(torch.zeros(1, 1).expand(10**9, 1))
     network[1].bias = None
-    match = r"^flops gave the network \[1000000, 1, 1\], and its layer '1' \(Linear\) had no memory for it. Write a smaller"
+    match = r"^flops gave the network \[1000000, 1, 1\], and its layer '1' \(Linear\) had no memory for it. Write"
     with pytest.raises(RuntimeError, match=match):
         hapi.flops(network, (10**6, 1, 1))
     # What the message says works with any size.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hapi import checkpoint
+from hapi import checkpoint, kinds
 from hapi.callbacks.base import LAST, Logs, Saver
 from hapi.callbacks.monitor import Monitor
 from hapi.callbacks.retention import Retention
@@ -68,14 +68,13 @@ class ModelCheckpoint(Saver):
         on_save_error: str = "stop",
         **unknown: NoReturn,
     ) -> None:
-        from hapi import kinds  # not with `import hapi`
-
         refuse_unknown(type(self), unknown)
         counts = {
             "save_freq": save_freq, "every_n_steps": every_n_steps, "keep_last": keep_last, "save_top_k": save_top_k
         }  # fmt: skip
         for name, value in counts.items():
-            _check_count(name, value)
+            if value is not None:
+                kinds.count(name, value, 1, owner="ModelCheckpoint")
         kinds.check(ModelCheckpoint, locals())
         _check_rest(every_seconds, on_save_error, save_top_k, monitor)
         self.save_freq, self.save_dir, self.monitor, self.verbose = save_freq, save_dir, monitor, verbose
@@ -308,12 +307,6 @@ def refuse_unknown(owner: type, unknown: Mapping[str, Any]) -> None:
         from hapi import elsewhere
 
         raise elsewhere.constructor(owner, unknown)
-
-
-def _check_count(name: str, value: Any) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    if value is not None and not whole:
-        raise ValueError(f"ModelCheckpoint received {name}={value!r}: it counts from 1. Write {name}=1.")
 
 
 def _check_rest(every_seconds: Any, on_save_error: str, save_top_k: int, monitor: str | None) -> None:

@@ -164,8 +164,7 @@ class EMA(Callback):
             ValueError: It has no such averages, or it is damaged.
         """
         kinds.check(EMA.load, {"path": path, "number": number})
-        if number < 0:
-            raise ValueError(f"EMA.load received number={number}: callbacks are counted from 0. Write number=0.")
+        kinds.count("number", number, 0, 0, owner="EMA.load", what="callbacks")
         group.barrier()
         _, training = checkpoint.read_pair(os.fspath(path))
         name = type(self).__name__

@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 from weakref import WeakSet
 
+from hapi import kinds
 from hapi.callbacks.base import Callback
 
 
@@ -32,11 +33,7 @@ def check(callback: Any) -> None:
             "Derive its class from hapi.callbacks.Callback and override the hooks that it needs."
         )
     _check_hooks(callback)
-    freq = callback.batch_freq
-    if isinstance(freq, bool) or not isinstance(freq, int) or freq < 1:
-        raise ValueError(
-            f"{type(callback).__name__} has batch_freq={freq!r}: it counts steps from 1. Write batch_freq = 1."
-        )
+    kinds.count("batch_freq", callback.batch_freq, 1, owner=type(callback).__name__, what="steps")
 
 
 # What Keras, Lightning and Hugging Face call it, part by part in this order, and what it is here.

@@ -106,11 +106,8 @@ class ReduceLROnPlateau(Callback):
             raise ValueError(
                 f"ReduceLROnPlateau received factor={factor}: it would not lower the rate. Write factor=0.1."
             )
-        if patience < 0 or cooldown < 0:
-            raise ValueError(
-                f"ReduceLROnPlateau received patience={patience} and cooldown={cooldown}: epochs are counted from 0 "
-                "on. Write patience=10, cooldown=0."
-            )
+        kinds.count("patience", patience, 10, 0, owner="ReduceLROnPlateau", what="epochs")
+        kinds.count("cooldown", cooldown, 0, 0, owner="ReduceLROnPlateau", what="epochs")
         self.monitor, self.factor, self.patience, self.verbose = monitor, factor, patience, verbose
         self.cooldown, self.min_lr, self.mode, self.min_delta = cooldown, min_lr, mode, min_delta
         self._watch = Monitor("ReduceLROnPlateau", monitor, mode, min_delta)

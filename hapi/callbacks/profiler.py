@@ -63,11 +63,7 @@ class Profiler(Callback):
     ) -> None:
         kinds.check(Profiler, locals())
         for name, value, least in (("wait", wait, 0), ("warmup", warmup, 1), ("active", active, 1)):
-            if value < least:
-                raise ValueError(
-                    f"Profiler received {name}={value!r}: it is a number of steps, from {least} on. Write wait=1, "
-                    "warmup=1, active=3."
-                )
+            kinds.count(name, value, least or 1, least, owner="Profiler", what="steps")
         self.log_dir, self.wait, self.warmup, self.active = Path(log_dir), wait, warmup, active
         self.all_ranks, self.layers, self.verbose = all_ranks, layers, verbose
         self._end = wait + warmup + active

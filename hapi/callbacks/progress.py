@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from hapi import kinds
 from hapi.callbacks.base import PROGRESS, Callback, Logs
 from hapi.callbacks.terminal import number, say
 from hapi.distributed import get_rank
@@ -48,10 +49,7 @@ class ProgBarLogger(Callback):
     _place = PROGRESS
 
     def __init__(self, log_freq: int = 10, verbose: int = 1) -> None:
-        if isinstance(log_freq, bool) or not isinstance(log_freq, int) or log_freq < 1:
-            raise ValueError(
-                f"ProgBarLogger received log_freq={log_freq!r}: it counts steps from 1. Write log_freq=10."
-            )
+        log_freq = kinds.count("log_freq", log_freq, 10, owner="ProgBarLogger", what="steps")
         if verbose not in (0, 1, 2):
             raise ValueError(
                 f"ProgBarLogger received verbose={verbose!r}, which is unknown. Write 0 (silent), 1 (a bar) or 2 "

@@ -54,10 +54,7 @@ class EarlyStopping(Callback):
     ) -> None:
         refuse_unknown(type(self), unknown)
         kinds.check(EarlyStopping, locals())
-        if patience < 0:
-            raise ValueError(
-                f"EarlyStopping received patience={patience}: epochs are counted from 0 on. Write patience=0."
-            )
+        kinds.count("patience", patience, 0, 0, owner="EarlyStopping", what="epochs")
         self.monitor, self.patience, self.verbose = monitor, patience, verbose
         self.baseline, self.save_best_model = baseline, save_best_model
         self.mode, self.min_delta = mode, min_delta

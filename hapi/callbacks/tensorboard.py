@@ -60,10 +60,7 @@ class TensorBoard(tracking.Curves):
                 f"TensorBoard received classes={classes!r:.60}, of type {type(classes).__name__}, which is no list of "
                 'names. Write classes=["cat", "dog"], or leave it out to take those of the data.'
             )
-        if not tracking.counts(image_count):
-            raise ValueError(
-                f"TensorBoard received image_count={image_count!r}: it counts images from 1. Write image_count=16."
-            )
+        kinds.count("image_count", image_count, 16, owner="TensorBoard", what="images")
         self.log_dir, self.graph, self.image_count = Path(log_dir), graph, image_count
         self.hparams = None
         if hparams is not None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hapi import files, signals
+from hapi import files, kinds, signals
 from hapi.callbacks.base import Callback, Logs
 from hapi.callbacks.terminal import say
 from hapi.distributed import get_rank
@@ -179,15 +179,8 @@ def check_log_freq(owner: str, log_freq: Any) -> None:
     """See that a callback's own ``log_freq`` is a number of steps, or None.
 
     Raises:
-        ValueError: It is not.
+        TypeError: It is no number.
+        ValueError: It is below 1.
     """
-    if log_freq is not None and not counts(log_freq):
-        raise ValueError(
-            f"{owner} received log_freq={log_freq!r}: it counts steps from 1. Write log_freq=10, or leave it out to "
-            "take fit's."
-        )
-
-
-def counts(value: Any) -> bool:
-    """Whether it is a whole number from 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if log_freq is not None:
+        kinds.count("log_freq", log_freq, 10, owner=owner, what="steps")

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from hapi import kinds
+
 if TYPE_CHECKING:
     from hapi.distributed.launch.devices import Placement
     from hapi.distributed.launch.watch import Worker
@@ -74,13 +76,9 @@ def spawn(
         ValueError: So many processes or these cards cannot be had.
         RuntimeError: The function cannot be sent to another process.
     """
-    if isinstance(nprocs, bool) or not isinstance(nprocs, int) or (nprocs < 1 and nprocs != -1):
-        raise ValueError(
-            f"spawn received nprocs={nprocs!r}: it counts processes. Write 1 or more, or -1 for all cards."
-        )
-    from hapi import kinds  # not with `import hapi`
-
     kinds.check(spawn, locals())
+    if nprocs != -1:
+        kinds.count("nprocs", nprocs, -1, owner="spawn", what="processes")
     _check_call(func, args)
     spawned = Spawned(_pack(func, tuple(args)), _place(nprocs, gpus), daemon, backend, waits=join)
     if not join:

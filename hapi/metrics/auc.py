@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hapi import kinds
 from hapi.batch import is_counted
 from hapi.metrics.base import Metric, as_exact
 from hapi.metrics.shapes import align, pair
@@ -29,8 +30,6 @@ class Auc(Metric):
     kinds: list[Tensor]
 
     def __init__(self, name: str = "auc", *, ignore_index: int | None = -100) -> None:
-        from hapi import kinds  # not with `import hapi`
-
         kinds.check(Auc, locals())
         super().__init__(name)
         self.ignore_index = ignore_index

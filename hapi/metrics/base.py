@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from hapi import kinds
+
 State = Tensor | int | float
 M = TypeVar("M", bound="Metric")
 
@@ -63,8 +65,6 @@ class Metric:
 
     def __init__(self, name: str | None = None) -> None:
         if name is not None:
-            from hapi import kinds  # not with `import hapi`
-
             kinds.check(Metric, locals())
             self.name = name
 

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hapi import kinds
 from hapi.batch import is_counted
 from hapi.metrics.base import Metric, as_exact
 from hapi.metrics.shapes import align, pair
@@ -111,8 +112,6 @@ class Accuracy(_Counting):
         threshold: float | None = None,
         ignore_index: int | None = -100,
     ) -> None:
-        from hapi import kinds  # not with `import hapi`
-
         kinds.check(Accuracy, locals())
         super().__init__(name, threshold, ignore_index)
         self.topk = _checked_topk(topk)
@@ -196,11 +195,10 @@ class Accuracy(_Counting):
 
 def _checked_topk(topk: int | Sequence[int]) -> tuple[int, ...]:
     several = tuple(topk) if isinstance(topk, Sequence) else (topk,)
-    whole = all(isinstance(k, int) and not isinstance(k, bool) and k > 0 for k in several)
-    if not several or not whole or len(set(several)) < len(several):
+    several = tuple(kinds.count("topk", k, 1, owner="Accuracy", what="classes") for k in several)
+    if not several or len(set(several)) < len(several):
         raise ValueError(
-            f"Accuracy received topk={topk!r}: these are different numbers of classes, each from 1 on. Write topk=1 "
-            "or topk=(1, 5)."
+            f"Accuracy received topk={topk!r}, but these are different numbers of classes. Write topk=1 or topk=(1, 5)."
         )
     return several
 
@@ -219,8 +217,6 @@ class _Rate(_Counting):
         average: str = "macro",
         ignore_index: int | None = -100,
     ) -> None:
-        from hapi import kinds  # not with `import hapi`
-
         kinds.check(_Rate, {**locals(), "average": str(average)})
         super().__init__(name, threshold, ignore_index)
         if average not in _AVERAGES:

@@ -129,7 +129,7 @@ def test_a_checkpoint_holds_both(tmp_path: Path) -> None:
     fit(fresh, save_dir=tmp_path / "without")
     with pytest.raises(ValueError, match=r"no averages of number 1: that fit had 1 EMA callback\. "):
         loaded.load(tmp_path / "final", 1)
-    with pytest.raises(ValueError, match=r"number=-1: callbacks are counted from 0"):
+    with pytest.raises(ValueError, match=r"number=-1, but it counts callbacks from 0"):
         loaded.load(tmp_path / "final", -1)
     with pytest.raises(ValueError, match=r"holds no averages.*had no EMA callback\..*callbacks=EMA\(\)"):
         loaded.load(tmp_path / "without" / "final")

@@ -113,7 +113,7 @@ def test_without_layers_and_with_shapes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("counts", [{"wait": -1}, {"warmup": 0}, {"active": 0}])
 def test_counts_that_are_none(counts: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"Profiler received .*number of steps.*Write wait=1, warmup=1, active=3"):
+    with pytest.raises(ValueError, match=r"Profiler received .*but it counts steps from [01]. Write"):
         Profiler(**counts)
     with pytest.raises(TypeError, match=r"Profiler received active=1.0, of type float, which is not a whole number"):
         Profiler(active=1.0)
