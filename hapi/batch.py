@@ -260,12 +260,14 @@ def call_network(network: nn.Module, inputs: Inputs) -> Any:
 
     Raises:
         TypeError: The network takes another number of inputs, or other names.
-        ValueError: An input's dtype is not that of the network's parameters.
+        ValueError: An input's dtype is not that of the network's parameters, or a layer takes another width.
     """
     try:
         return network(**inputs) if isinstance(inputs, dict) else network(*inputs)
     except (TypeError, RuntimeError) as error:
-        cause = _why_refused(network, inputs, str(error))
+        from hapi import refused
+
+        cause = _why_refused(network, inputs, str(error)) or refused.width(network, error)
         if cause is not None:
             raise cause from error
         raise
@@ -300,19 +302,17 @@ def _fewer_or_more(inputs: Inputs, signature: inspect.Signature) -> str:
 
 def _why_refused(network: nn.Module, inputs: Inputs, message: str) -> Exception | None:
     """What a forward pass has failed of, where the inputs' number or dtype is to blame."""
-    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     signature = inspect.signature(network.forward)
     try:
-        signature.bind(*args, **kwargs)
+        signature.bind(**inputs) if isinstance(inputs, dict) else signature.bind(*inputs)
     except TypeError as error:
         return TypeError(
             f"The network got {len(inputs)} inputs, which {type(network).__name__}.forward{signature} does not take "
             f"({error}). {_fewer_or_more(inputs, signature)}"
         )
     held = [p.dtype for p in network.parameters() if p.is_floating_point()]
-    strange = [tensor.dtype for tensor in leaves(inputs) if tensor.dtype not in held]
     # Whole numbers may well be meant, as tokens are; another float never is.
-    strange.sort(key=lambda dtype: not dtype.is_floating_point)
+    strange = sorted((t.dtype for t in leaves(inputs) if t.dtype not in held), key=lambda d: not d.is_floating_point)
     if not held or not strange or "type" not in message:
         return None
     return ValueError(

@@ -383,9 +383,17 @@ def test_inputs_of_another_dtype(refused: Refused) -> None:
     refused(ValueError, cure.format("float64") + r".*x\.astype\('float32'\)", model(), Rows(X.double(), Y))
 
 
+def test_inputs_of_another_width(refused: Refused) -> None:
+    refused(ValueError, "in_features=4 is what it takes. Write in_features=3", model(), (X[:, :3], Y))
+
+
 def test_a_fault_of_the_network_itself_is_shown_as_it_is() -> None:
+    class Faulty(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) @ x
+
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        model().fit((X[:, :3], Y), verbose=0)
+        model(network=Faulty(4, 3)).fit((X, Y), verbose=0)
 
 
 # The loss and its labels.
