@@ -30,8 +30,14 @@ def seed(n: int) -> None:
     Args:
         n: The seed, a whole number. `fit` draws its own seed from torch's generator, so that this call at the
             top of a script repeats the whole run; ranks draw different numbers all the same.
+
+    Raises:
+        TypeError: It is no whole number.
+        ValueError: It has more than 64 bits.
     """
     n = kinds.count("n", n, 0, None, owner="hapi.seed")
+    if not -(1 << 63) <= n < 1 << 64:
+        raise ValueError(f"hapi.seed received n={n}, but torch's generators take 64 bits. Write n={n & _MASK}.")
     random.seed(n)
     torch.manual_seed(n)
     numpy_random = _numpy_random()

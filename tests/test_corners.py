@@ -283,6 +283,36 @@ def test_a_count_of_a_wrong_kind_and_one_that_is_too_small(name):
             call(**{name: small})
 
 
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: hapi.callbacks.EarlyStopping(min_delta=NAN),
+        lambda: hapi.callbacks.EarlyStopping(baseline=NAN),
+        lambda: hapi.callbacks.ReduceLROnPlateau(min_delta=float("inf")),
+        lambda: hapi.callbacks.ReduceLROnPlateau(min_lr=NAN),
+        lambda: hapi.callbacks.ReduceLROnPlateau(min_lr=-1),
+        lambda: hapi.seed(10**40),
+        lambda: hapi.seed(-(10**40)),
+    ],
+)
+def test_numbers_that_say_nothing(call):
+    with pytest.raises(ValueError, match=r"^[\w.]+ received \w+=.*(nan|inf|-1|\d{40}).* Write \w+=[\d.e-]+"):
+        call()
+
+
+@pytest.mark.parametrize("path", ["plot.nope", "file/plot.png", "folder.png"])
+def test_a_plot_that_cannot_be_written(path, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.png").mkdir()
+    history = hapi.callbacks.History()
+    history.on_epoch_end(0, {"loss": 1.0})
+    with pytest.raises(ValueError, match=r"History.plot received path=.*which cannot be written: .*Write another path"):
+        history.plot(tmp_path / path)
+
+
 def test_options_of_ddp_are_checked_in_one_process_too():
     with pytest.raises(ValueError, match="It takes: .*bucket_cap_mb"):
         hapi.Model(nn.Linear(1, 1)).prepare(ddp_options={"bucket_cap": 1})

@@ -24,6 +24,7 @@ def show(owner: type[Any], path: str | os.PathLike[str] | None, example: str, dr
         ImportError: matplotlib is not installed.
         RuntimeError: There is nowhere to show it.
         TypeError: ``path`` is none.
+        ValueError: The file cannot be written.
     """
     name = owner.__name__
     kinds.check(owner.plot, {"path": path})
@@ -43,8 +44,14 @@ def show(owner: type[Any], path: str | os.PathLike[str] | None, example: str, dr
     if path is not None:
         figure = Figure(layout="constrained")
         draw(figure)
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{name}.plot received path={os.fspath(path)!r}, which cannot be written: {error}. Write another path, "
+                f"plot({example!r})."
+            ) from error
         return
     from matplotlib import pyplot
 

@@ -108,6 +108,11 @@ class ReduceLROnPlateau(Callback):
             )
         kinds.count("patience", patience, 10, 0, owner="ReduceLROnPlateau", what="epochs")
         kinds.count("cooldown", cooldown, 0, 0, owner="ReduceLROnPlateau", what="epochs")
+        if not min_lr >= 0:
+            raise ValueError(
+                f"ReduceLROnPlateau received min_lr={min_lr!r}, which is no rate to stay above: it is 0 or more. Write "
+                "min_lr=1e-6."
+            )
         self.monitor, self.factor, self.patience, self.verbose = monitor, factor, patience, verbose
         self.cooldown, self.min_lr, self.mode, self.min_delta = cooldown, min_lr, mode, min_delta
         self._watch = Monitor("ReduceLROnPlateau", monitor, mode, min_delta)

@@ -66,6 +66,16 @@ class MLflowCallback(tracking.Tracker):
         self._written: dict[str, int] = {}
 
     def _start(self, known: str | None) -> tuple[Any, str]:
+        try:
+            return self._begin(known)
+        except Exception as error:
+            raise RuntimeError(
+                f"MLflowCallback received tracking_uri={self.tracking_uri!r} and experiment={self.experiment!r}, with "
+                f"which no run can be begun: {type(error).__name__}: {error}. Write "
+                'MLflowCallback("digits", tracking_uri="sqlite:///mlflow.db"), or leave the callback out.'
+            ) from error
+
+    def _begin(self, known: str | None) -> tuple[Any, str]:
         mlflow = importlib.import_module("mlflow")
         client = mlflow.MlflowClient(self.tracking_uri)
         self._written = {}

@@ -21,12 +21,17 @@ class Monitor:
         min_delta: What a value must be better by.
 
     Raises:
-        ValueError: The mode is unknown.
+        ValueError: The mode is unknown, or ``min_delta`` is not finite.
     """
 
     def __init__(self, owner: str, name: str, mode: str = "auto", min_delta: float = 0.0) -> None:
         if mode not in ("auto", "min", "max"):
             raise ValueError(f'{owner} received mode={mode!r}, which is unknown. Write "min", "max" or "auto".')
+        if not math.isfinite(min_delta):
+            raise ValueError(
+                f"{owner} received min_delta={min_delta!r}, by which no value can be better than another. Write "
+                "min_delta=0.001."
+            )
         self.owner, self.name, self._mode = owner, name, mode
         self.min_delta = abs(min_delta)
         self.best: float | None = None

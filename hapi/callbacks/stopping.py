@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -55,6 +56,11 @@ class EarlyStopping(Callback):
         refuse_unknown(type(self), unknown)
         kinds.check(EarlyStopping, locals())
         kinds.count("patience", patience, 0, 0, owner="EarlyStopping", what="epochs")
+        if baseline is not None and math.isnan(baseline):
+            raise ValueError(
+                "EarlyStopping received baseline=nan, than which no value is better. Write baseline=0.5, or leave it "
+                "out."
+            )
         self.monitor, self.patience, self.verbose = monitor, patience, verbose
         self.baseline, self.save_best_model = baseline, save_best_model
         self.mode, self.min_delta = mode, min_delta

@@ -197,6 +197,14 @@ def test_rank_1_writes_nothing(store: str, tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_store_that_cannot_be(store: str) -> None:
+    for experiment, uri in (("", store), ("digits", "nonsense://x")):
+        with pytest.raises(
+            RuntimeError, match=r"^MLflowCallback received tracking_uri=.*no run can be begun: .*Write "
+        ):
+            fit(model(), MLflowCallback(experiment, tracking_uri=uri))
+
+
 def test_params_that_are_no_plain_values() -> None:
     with pytest.raises(TypeError, match=r"MLflowCallback received params with 'a': \[1\].*Write params="):
         MLflowCallback(params={"a": [1]})
