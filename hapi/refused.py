@@ -21,7 +21,8 @@ def width(network: nn.Module, error: Exception) -> ValueError | None:
         return None
     layer, given = place.tb_frame.f_locals.get("self"), place.tb_frame.f_locals.get("input")
     names = [name for name, module in network.named_modules() if module is layer]
-    if not names or not isinstance(given, Tensor):
+    # Nested ones have no shape that could be told.
+    if not names or not isinstance(given, Tensor) or given.is_nested:
         return None
     where = f"The layer {names[0]!r} ({type(layer).__name__})" if names[0] else f"The network, a {type(layer).__name__}"
     received = f"{where} was given an input of shape {tuple(given.shape)}"
@@ -39,7 +40,13 @@ def _of_linear(received: str, layer: nn.Linear, given: Tensor) -> ValueError | N
         return None
     found = given.shape[-1]
     cure = f"Write in_features={found}, or give data of the width {layer.in_features}."
-    if given[:1].numel() == layer.in_features:
+    if given.dim() == 1:
+        cure = (
+            "Write x.unsqueeze(1)."
+            if layer.in_features == 1
+            else f"Give a batch of the shape (N, {layer.in_features})."
+        )
+    elif given[:1].numel() == layer.in_features:
         cure = "Write nn.Flatten() before it."
     return ValueError(
         f"{received}, whose last dimension is {found}, but in_features={layer.in_features} is what it takes. {cure}"
@@ -53,11 +60,14 @@ def _of_convolution(received: str, layer: Any, given: Tensor) -> ValueError | No
     found = given.shape[-spatial - 1]
     if found == layer.in_channels:
         return None
-    cure = f"Write in_channels={found}, or give data of {layer.in_channels} channels."
-    if given.dim() == spatial + 2 and given.shape[-1] == layer.in_channels:
+    took = f"in_channels={layer.in_channels} is what it takes"
+    if given.dim() == spatial + 1:
+        shape = ", ".join(["N", str(layer.in_channels), *map(str, given.shape[1:])])
+        cure = "Write x.unsqueeze(1)." if layer.in_channels == 1 else f"Give a batch of the shape ({shape})."
+        return ValueError(f"{received}, in which a batch has no dimension of channels, but {took}. {cure}")
+    cure = f"Write in_channels={found}, or give data with as many channels as it takes."
+    # A picture as wide as it is high has its channels first.
+    if given.shape[-1] == layer.in_channels and (spatial == 1 or given.shape[-1] != given.shape[-2]):
         order = ", ".join(map(str, (0, spatial + 1, *range(1, spatial + 1))))
         cure = f"The channels come last here: let the data set yield them first. Write x.permute({order}) for a batch."
-    return ValueError(
-        f"{received}, which has {found} channels (dimension {given.dim() - spatial - 1}), but "
-        f"in_channels={layer.in_channels} is what it takes. {cure}"
-    )
+    return ValueError(f"{received}, which has {found} channels (dimension 1), but {took}. {cure}")

@@ -24,9 +24,23 @@ CASES: dict[str, tuple[nn.Module, torch.Tensor, str]] = {
     "channels": (
         nn.Sequential(nn.Conv2d(1, 2, 3)), X,
         "The layer '0' (Conv2d) was given an input of shape (2, 3, 8, 8), which has 3 channels (dimension 1), but "
-        "in_channels=1 is what it takes. Write in_channels=3, or give data of 1 channels.",
+        "in_channels=1 is what it takes. Write in_channels=3, or give data with as many channels as it takes.",
     ),
     "channels last": (nn.Sequential(nn.Conv2d(3, 2, 3)), X.permute(0, 2, 3, 1), "Write x.permute(0, 3, 1, 2) for a b"),
+    "a number a sample": (
+        nn.Sequential(nn.Linear(1, 2)), X[:, 0, 0, 0],
+        "The layer '0' (Linear) was given an input of shape (2,), whose last dimension is 2, but in_features=1 is what "
+        "it takes. Write x.unsqueeze(1).",
+    ),
+    "no features": (nn.Linear(5, 2), X[:, 0, 0, 0], "Give a batch of the shape (N, 5)."),
+    "no channels": (
+        nn.Sequential(nn.Conv2d(1, 2, 3)), X[:, 0],
+        "The layer '0' (Conv2d) was given an input of shape (2, 8, 8), in which a batch has no dimension of channels, "
+        "but in_channels=1 is what it takes. Write x.unsqueeze(1).",
+    ),
+    "no channels of several": (nn.Conv2d(3, 2, 3), X[:, 0], "Give a batch of the shape (N, 3, 8, 8)."),
+    "as wide as its channels": (nn.Conv2d(8, 2, 3), X, "Write in_channels=3, or give data with as many channels as"),
+    "of time last": (nn.Conv1d(8, 2, 3), X[:, :, 0], "Write x.permute(0, 2, 1) for a batch."),
     "of one dimension": (nn.Conv1d(4, 2, 3), X[:, :, 0], "which has 3 channels (dimension 1), but in_channels=4"),
 }  # fmt: skip
 
@@ -58,11 +72,22 @@ class Odd(nn.Module):
         return self.layer(x.flatten(1)) @ torch.rand(3, 3)
 
 
-@pytest.mark.parametrize("network", [Odd(), nn.Sequential(nn.Conv2d(3, 2, 20))], ids=["its own product", "kernel"])
+class Nested(Odd):
+    """Gives its layer a tensor that has no shape."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(torch.nested.nested_tensor(list(x.flatten(2))))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+@pytest.mark.parametrize(
+    "network", [Odd(), nn.Sequential(nn.Conv2d(3, 2, 20)), Nested()], ids=["its own product", "kernel", "nested"]
+)
 def test_what_is_not_certain_is_left_to_torch(network: nn.Module) -> None:
     with pytest.raises(RuntimeError) as caught:
         hapi.Model(network).prepare(loss=nn.CrossEntropyLoss()).predict(X, verbose=0)
-    assert not isinstance(caught.value, ValueError) and caught.value.__cause__ is None
+    assert not isinstance(caught.value, ValueError)
+    assert caught.value.__cause__ is None and caught.value.__context__ is None
 
 
 def test_nothing_is_looked_for_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
