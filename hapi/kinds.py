@@ -31,7 +31,9 @@ def count(name: str, value: Any, example: int, least: int | None = 1, *, owner: 
     number = whole(value)
     received = f"{owner} received {name}={value!r:.60}" if owner else f"{name} received {value!r:.60}"
     if number is None:
-        columns = "; data and labels go together, as one tuple (x, y)" if hasattr(value, "shape") else ""
+        # Labels that were passed after the data, where a method takes its next argument.
+        is_data = not owner and bool(getattr(value, "shape", ()))
+        columns = "; data and labels go together, as one tuple (x, y)" if is_data else ""
         raise TypeError(
             f"{received}, of type {type(value).__name__}, which is not a whole number. Write {name}={example}{columns}."
         )

@@ -283,6 +283,20 @@ def test_a_count_of_a_wrong_kind_and_one_that_is_too_small(name):
             call(**{name: small})
 
 
+def test_labels_are_spoken_of_only_where_they_may_have_been_passed():
+    array, model = np.array([1, 2]), hapi.Model(nn.Linear(1, 1))
+    told = []
+    for call in (
+        lambda: model.predict(array, array),
+        lambda: model.predict(array, np.float64(5)),
+        lambda: hapi.metrics.Accuracy(topk=array),
+    ):
+        with pytest.raises(TypeError, match="which is not a whole number") as caught:
+            call()
+        told.append("as one tuple (x, y)" in str(caught.value))
+    assert told == [True, False, False]
+
+
 NAN = float("nan")
 
 

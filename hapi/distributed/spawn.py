@@ -78,7 +78,7 @@ def spawn(
     """
     kinds.check(spawn, locals())
     if nprocs != -1:
-        kinds.count("nprocs", nprocs, -1, owner="spawn", what="processes")
+        kinds.count("nprocs", nprocs, 2, owner="spawn", what="processes")
     _check_call(func, args)
     spawned = Spawned(_pack(func, tuple(args)), _place(nprocs, gpus), daemon, backend, waits=join)
     if not join:

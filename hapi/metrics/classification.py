@@ -198,7 +198,8 @@ def _checked_topk(topk: int | Sequence[int]) -> tuple[int, ...]:
     several = tuple(kinds.count("topk", k, 1, owner="Accuracy", what="classes") for k in several)
     if not several or len(set(several)) < len(several):
         raise ValueError(
-            f"Accuracy received topk={topk!r}, but these are different numbers of classes. Write topk=1 or topk=(1, 5)."
+            f"Accuracy received topk={topk!r}, but each of them names a value: it takes one number of classes or "
+            "several, none of them twice. Write topk=1 or topk=(1, 5)."
         )
     return several
 

@@ -128,8 +128,11 @@ def test_topk_beyond_the_classes():
 @pytest.mark.parametrize("topk", [0, (), (1, -2), 1.5, True, (1, 1), "1"])
 def test_a_wrong_topk(topk):
     wrong_kind = topk in (1.5, "1") or topk is True
-    with pytest.raises(TypeError if wrong_kind else ValueError, match=r"Accuracy received topk=.*Write topk=1"):
+    with pytest.raises(
+        TypeError if wrong_kind else ValueError, match=r"Accuracy received topk=.*Write topk=1"
+    ) as caught:
         Accuracy(topk=topk)
+    assert ("none of them twice" in str(caught.value)) == (topk in ((), (1, 1)))
 
 
 @pytest.mark.parametrize("metric", [Accuracy(), Precision(num_classes=3)], ids=["Accuracy", "Precision"])
