@@ -70,6 +70,11 @@ class ImageDataset(Dataset[tuple[Any, int]]):
         """Whether the transform draws something for each sample, as far as is known."""
         return self._pipeline is None or any(step.random for step in self._pipeline.steps)
 
+    @property
+    def columns(self) -> tuple[Tensor, Tensor] | None:
+        """The raw images and the labels, whose rows `fetch_batch` gives if `batched`; None otherwise."""
+        return (self.data, self.targets) if self._pipeline is not None else None
+
     def fetch_batch(self, indices: Tensor | range) -> Any:
         """The batch of some indices, on the CPU.
 

@@ -29,6 +29,9 @@ def announce(stepper: Stepper, train: Feed, options: FitOptions) -> None:
         parts.append(f"{train.samples} sample{'' if train.samples == 1 else 's'}")
     if train.steps is not None:
         parts.append(f"{train.steps} step{'' if train.steps == 1 else 's'} per epoch")
+    if train.kept_bytes is not None:
+        size = f"{train.kept_bytes / 2**20:.3g} MB"
+        parts.append(f"{size} of data kept on the device from the second epoch on (HAPI_KEEP_DATA=0: not)")
     threads = group.shared_out_threads()
     if threads is not None:
         parts.append(f"{threads} thread{'s' if threads > 1 else ''} per process (OMP_NUM_THREADS decides otherwise)")

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import islice
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -23,12 +23,15 @@ from hapi.data.sources import BatchSource, labels_of
 from hapi.data.workers import Keyed, KeyedDataset, RefillableSampler, WorkerInit
 from hapi.distributed import group
 
+if TYPE_CHECKING:
+    from hapi.data.resident import Resident
+
 
 class Piece(NamedTuple):
     """One process's share of one step."""
 
     batch: Any
-    """This rank's batch on the CPU; None where it has none in this step."""
+    """This rank's batch where the data lies, mostly on the CPU; None where it has none in this step."""
     size: int
     """Samples in it."""
     total: int
@@ -79,6 +82,8 @@ class Feed(ABC):
     unit: str = "parts"
     keeps_beginning: bool = False
     """Whether `state` within an epoch is that of its beginning; otherwise it is that of the last step's edge."""
+    kept_bytes: int | None = None
+    """How much of the data is kept on the device; None: it is read from the host's memory."""
     floats: torch.dtype | None = None
     """What float64 arrays in batches become; see `hapi.batch.tensor_of`."""
     stateful: Any = None
@@ -201,14 +206,25 @@ class SourceFeed(Feed):
         self.samples = order.samples
         self.global_batch = order.global_batch
         self.aligned, self.stride, self.unit = True, order.global_batch, "samples"
-        self._pin = device.type == "cuda"
-        self._placed = False
+        self._rows = source
+        self._resident: Resident | None = None
+        if device.type != "cpu":
+            # Only for a process that computes on a device.
+            from hapi.data import resident
+
+            self.kept_bytes = resident.kept_bytes(source, device)
+            if self.kept_bytes is not None:
+                self._resident = resident.Resident(source, device)
+        self._placed = self._pin = False
         # Found out by each pass, from its first batch.
         self._together: int | None = None
 
     def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
         """See `Feed.pieces`."""
         set_epoch(self._source, epoch)
+        if self._resident is not None:
+            self._rows = self._resident.source()
+        self._pin = self._device.type == "cuda" and self._rows is self._source
         shares = self._order.numbered(epoch, start.step, start.taken)
         # What is drawn for a batch is drawn where it is placed, within its step.
         self._placed = not getattr(self._source, "is_random", True)
@@ -230,7 +246,7 @@ class SourceFeed(Feed):
         """Rows, placed if that draws nothing; None if there are none."""
         if not len(indices):
             return None
-        rows = self._source.fetch_batch(indices)
+        rows = self._rows.fetch_batch(indices)
         if self._pin:
             rows = batches.map_tensors(torch.Tensor.pin_memory, rows)
         return self._finished(rows) if self._placed else rows

@@ -65,6 +65,11 @@ class Columns:
 
     is_random = False
 
+    @property
+    def columns(self) -> Any:
+        """What `fetch_batch` takes rows of."""
+        return self._columns
+
     def fetch_batch(self, indices: torch.Tensor | range) -> Any:
         """The rows, copied."""
         return map_tensors(lambda column: rows_of(column, indices), self._columns)
