@@ -15,6 +15,8 @@ from hapi.distributed import group
 
 Positioned = tuple[int | torch.Tensor, int, Any]
 """The position of a batch's rows, its samples, its outputs on the CPU."""
+Named = dict[tuple[Any, ...], torch.Tensor]
+"""The tensors of a batch's outputs, by their place in them."""
 
 
 def in_batches(parts: list[Positioned], ordered: bool) -> list[Any]:
@@ -32,30 +34,29 @@ def stacked(parts: list[Positioned], ordered: bool) -> Any:
     Raises:
         ValueError: Outputs differ in structure, rows in shape, or an output has no row for each sample.
     """
-    problem = _why_not_stackable(parts)
-    own = _without_rows([outputs for *_, outputs in parts]) if parts and problem is None else None
+    named = [_named(outputs) for *_, outputs in parts]
+    problem = _why_not_stackable(parts, named)
+    own = _without_rows(parts[0][2], named) if parts and problem is None else None
     ranks = group.gather_objects((problem, own, _row_keys(parts), ordered))
     templates = [template for _, template, *_ in ranks if template is not None]
     _refuse_unequal([problem for problem, *_ in ranks], templates)
     keys = torch.cat([keys for *_, keys, _ in ranks])
     order = _order_of(keys) if _agreed_order([ordered for *_, ordered in ranks]) else None
     counts = [len(keys) for *_, keys, _ in ranks]
-    columns = _columns([outputs for *_, outputs in parts], templates)
+    columns = _columns(named, templates)
     whole = iter([_joined(column, counts, order) for column in columns])
     return map_tensors(lambda _: next(whole), templates[0])
 
 
-def _without_rows(outputs: list[Any]) -> Any:
+def _without_rows(first: Any, named: list[Named]) -> Any:
     """The first batch's structure, with a tensor of no rows for each of its own, of a dtype that holds all batches'."""
-    named = list(map(_named, outputs))
     dtypes = iter([_common_dtype([entry[path] for entry in named]) for path in named[0]])
-    return map_tensors(lambda tensor: tensor.new_empty((0, *tensor.shape[1:]), dtype=next(dtypes)), outputs[0])
+    return map_tensors(lambda tensor: tensor.new_empty((0, *tensor.shape[1:]), dtype=next(dtypes)), first)
 
 
-def _columns(outputs: list[Any], templates: list[Any]) -> list[torch.Tensor]:
+def _columns(named: list[Named], templates: list[Any]) -> list[torch.Tensor]:
     """This rank's rows, a tensor for each of the first template's, in its order, of a dtype that holds all ranks'."""
     alike = list(map(_named, templates))
-    named = list(map(_named, outputs))
     columns = []
     for path, empty in alike[0].items():
         dtype = _common_dtype([template[path] for template in alike])
@@ -67,7 +68,7 @@ def _common_dtype(tensors: list[torch.Tensor]) -> torch.dtype:
     return reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
 
 
-def _named(outputs: Any) -> dict[tuple[Any, ...], torch.Tensor]:
+def _named(outputs: Any) -> Named:
     """The tensors of a nest in `map_tensors`' order, by their place in it: keys may come in another order."""
     return {(): outputs} if isinstance(outputs, torch.Tensor) else dict(_within(outputs, ()))
 
@@ -125,10 +126,9 @@ def _row_keys(parts: list[Positioned]) -> torch.Tensor:
     return first.repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
 
 
-def _why_not_stackable(parts: list[Positioned]) -> str | None:
+def _why_not_stackable(parts: list[Positioned], named: list[Named]) -> str | None:
     first: dict[tuple[Any, ...], tuple[int, ...]] | None = None
-    for _, size, outputs in parts:
-        tensors = _named(outputs)
+    for (_, size, outputs), tensors in zip(parts, named, strict=True):
         if not tensors:
             return f"The network gave {type(outputs).__name__} without any tensor"
         for path, tensor in tensors.items():

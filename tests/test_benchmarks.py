@@ -53,6 +53,21 @@ def test_libraries_that_are_not_there_are_asked_for(
         peers.versions()
 
 
+def test_the_picture_shows_the_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    picture = importlib.import_module("picture")
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    tables = {heading: picture.table(results, heading) for heading in ("1 process", "2 processes")}
+    picture.draw(tables, tmp_path / "images" / "speed.svg")
+    for shown in (picture.PICTURE, tmp_path / "images" / "speed.svg"):
+        text = shown.read_text(encoding="utf-8")
+        for ratios in tables.values():
+            assert ratios["hand"] == 1
+            assert all(f">{ratio:.2f}<" in text for ratio in ratios.values())
+    with pytest.raises(SystemExit, match="no table under '3 processes'"):
+        picture.table(results, "3 processes")
+
+
 @pytest.mark.slow
 def test_the_cards_script_runs_its_part_for_a_cpu(tmp_path: Path) -> None:
     done = run(str(ROOT / "benchmarks" / "gpu.py"), "mlp", "--laps", "1", cwd=tmp_path)
