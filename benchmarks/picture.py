@@ -12,7 +12,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "images" / "speed.svg"
-NAMES = {"hand": "by hand", "fit": "hapi", "keras": "Keras on torch", "keras-compiled": "Keras on torch, compiled"}
+NAMES = {
+    "hand": "by hand",
+    "fit": "hapi",
+    "skorch": "skorch",
+    "keras": "Keras on torch",
+    "keras-compiled": "Keras on torch, compiled",
+}
 
 
 def table(text: str, heading: str) -> dict[str, float]:
