@@ -1,5 +1,7 @@
 """Data in memory: several small batches are read at once, and a step gets exactly what it would get by itself."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -60,6 +62,30 @@ def test_small_batches_are_read_several_at_a_time_and_large_ones_alone():
     large = Counted(torch.zeros(64, 20000))
     assert len(list(SourceFeed(large, order_of(64, 8), CPU).pieces(0))) == 8
     assert large.fetches == 8
+
+
+class Watched(Columns):
+    """Columns that look whether the batch before is still there when the next one is read."""
+
+    def __init__(self, columns):
+        super().__init__(columns)
+        self.last, self.still_there = lambda: None, []
+
+    def fetch_batch(self, indices):
+        self.still_there.append(self.last() is not None)
+        x, y = super().fetch_batch(indices)
+        self.last = weakref.ref(x)
+        return x, y
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict"])
+def test_a_batch_is_let_go_before_the_next_one_is_read(call, monkeypatch):
+    # What it is read into is then still in the processor's cache.
+    data = Watched((torch.zeros(40, 20000), torch.zeros(40, dtype=torch.int64)))
+    monkeypatch.setattr("hapi.data.make.as_batch_source", lambda *_: data)
+    model = hapi.Model(nn.Linear(20000, 2)).prepare(loss=nn.CrossEntropyLoss(), metrics=hapi.metrics.Accuracy())
+    getattr(model, call)(torch.zeros(40, 1), batch_size=8, verbose=0)
+    assert data.still_there == [False] * 5
 
 
 def test_what_is_drawn_for_a_batch_is_drawn_in_its_step():

@@ -333,6 +333,7 @@ class LocalFeed(Feed):
         super().__init__(device)
         self._own = own
         self._lockstep = lockstep
+        self.kept_bytes = own.kept_bytes
         self.ordered = group.get_world_size() == 1
         if self.ordered:
             self.steps, self.samples = own.steps, own.samples
