@@ -37,31 +37,25 @@ def table(text: str, heading: str) -> dict[str, float]:
 
 def draw(tables: dict[str, dict[str, float]], path: Path) -> None:
     """Bars, the fastest first; hapi's in another colour."""
-    import matplotlib
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
 
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    # The same file for the same figures, with its texts as texts.
-    matplotlib.rcParams.update({"svg.hashsalt": "hapi", "svg.fonttype": "none", "font.size": 9})
     heights = [len(ratios) for ratios in tables.values()]
-    figure, panels = pyplot.subplots(
-        len(tables), 1, figsize=(7, 0.3 * sum(heights) + 1.2), height_ratios=heights, sharex=True, layout="constrained"
-    )
-    for panel, (title, ratios) in zip(panels, tables.items(), strict=True):
-        ways = sorted(ratios, key=lambda way: ratios[way], reverse=True)
-        colours = ["#d9480f" if way == "fit" else "#868e96" for way in ways]
-        bars = panel.barh(
-            [NAMES.get(way, way.replace("-", ", ").capitalize()) for way in ways],
-            [ratios[way] for way in ways],
-            color=colours,
-        )
-        panel.bar_label(bars, fmt="%.2f", padding=3)
-        panel.set_title(title, loc="left")
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[-1].set_xlabel("time of an epoch; a tuned loop by hand: 1")
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
+    # The same file for the same figures, with its texts as texts.
+    with rc_context({"svg.hashsalt": "hapi", "svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=(7, 0.3 * sum(heights) + 1.2), layout="constrained")
+        panels = figure.subplots(len(tables), 1, height_ratios=heights, sharex=True)
+        for panel, (title, ratios) in zip(panels, tables.items(), strict=True):
+            ways = sorted(ratios, key=lambda way: ratios[way], reverse=True)
+            colours = ["#d9480f" if way == "fit" else "#868e96" for way in ways]
+            names = [NAMES.get(way, way.replace("-", ", ").capitalize()) for way in ways]
+            panel.bar_label(panel.barh(names, [ratios[way] for way in ways], color=colours), fmt="%.2f", padding=3)
+            panel.set_title(title, loc="left")
+            panel.spines[["top", "right"]].set_visible(False)
+        panels[-1].set_xlabel("time of an epoch; a tuned loop by hand: 1")
+        path.parent.mkdir(exist_ok=True)
+        FigureCanvasSVG(figure).print_svg(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":

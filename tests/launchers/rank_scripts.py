@@ -70,7 +70,7 @@ def left_alone() -> None:
         for method in ("fork", "spawn"):
             loader = torch.utils.data.DataLoader(Places(), num_workers=1, multiprocessing_context=method)
             say(f"{method} worker: {list(loader)[0].tolist()}")  # noqa: RUF015 - to its end, so that the worker ends
-        # What a worker shared is given back here; after os._exit its tracker would call it leaked.
+        # What a worker shared is given back here, mostly; after os._exit its tracker calls the rest leaked.
         gc.collect()
         sys.stdout.flush()
         os._exit(0)

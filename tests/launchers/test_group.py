@@ -230,7 +230,8 @@ def test_processes_that_part(tmp_path: Path) -> None:
     assert code == 0, err
     assert out.splitlines() == ["child is a rank: False", "fork worker: [[1, 2, 0]]", "spawn worker: [[1, 2, 0]]"]
     assert "were inherited from the process that holds the rank" in err
-    assert err.count("Warning") == 1
+    # The script ends by os._exit: what it may still share of a worker's queue is called leaked, by Python itself.
+    assert sum("Warning" in line and "resource_tracker" not in line for line in err.splitlines()) == 1, err
 
     code, out, err = finish(vain)
     assert (code, out) == (1, "thread\nregistered\n")
