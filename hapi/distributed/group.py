@@ -78,8 +78,12 @@ def start() -> None:
 
 def _take_the_rank() -> None:
     """Leave word that this process is the rank which the environment speaks of: its children inherit it all."""
+    # Only for a process among others.
+    from hapi.distributed import forks
+
     global _pid
     excepthook.watch()
+    forks.watch()
     os.environ[OWNER] = owner_mark()
     _pid = os.getpid()
 
