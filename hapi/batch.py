@@ -118,8 +118,7 @@ def size_of(batch: Any) -> int:
     first = batch[0] if _is_several(batch) and batch else batch
     if isinstance(first, torch.Tensor) and first.dim() > 0:
         return first.shape[0]
-    size = _first_size(batch)
-    if size is None:
+    if (size := _first_size(batch)) is None:
         raise TypeError(
             f"A batch of type {type(batch).__name__} holds no tensor with a batch dimension, so its samples cannot be "
             "counted. Pass tensors, as torch.tensor(x) makes them of lists of numbers, or give the DataLoader a "
@@ -186,11 +185,12 @@ class Splitter:
             batch: A batch as the data gives it.
             needs_labels: False: to predict, where data may well have none.
         """
-        # The usual case first: this runs once a step.
+        # The usual cases first: this runs once a step.
+        if isinstance(batch, torch.Tensor):
+            return (batch,), None
         if self.is_default and type(batch) in (tuple, list) and len(batch) == 2 and isinstance(batch[1], torch.Tensor):
             return (batch[0],), batch[1]
-        fields = _named_fields(batch)
-        if fields is not None:
+        if (fields := _named_fields(batch)) is not None:
             return self._split_named(fields, needs_labels)
         if not _is_several(batch):
             return (batch,), None

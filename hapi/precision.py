@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 _DTYPES = {
     "bf16": torch.bfloat16,
@@ -19,7 +21,6 @@ _SCALER_OPTIONS = {
     "decr_ratio": "backoff_factor",
     "incr_every_n_steps": "growth_interval",
 }
-_NOTHING = nullcontext()
 _OPTIONS = ("level", "dtype", "use_dynamic_loss_scaling", *_SCALER_OPTIONS)
 
 
@@ -49,11 +50,12 @@ class Precision:
         self._dynamic = options.pop("use_dynamic_loss_scaling", True)
         self._scaler_options = {_SCALER_OPTIONS[name]: _above_zero(name, value) for name, value in options.items()}
 
-    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        """The context of a forward pass."""
+    def run(self, device: torch.device, forward: Callable[..., T], *args: Any) -> T:
+        """What a forward pass gives, computed in this precision."""
         if self.dtype is None:
-            return _NOTHING
-        return torch.autocast(device.type, self.dtype)
+            return forward(*args)
+        with torch.autocast(device.type, self.dtype):
+            return forward(*args)
 
     def make_scaler(self, device: torch.device) -> torch.amp.GradScaler | None:
         """The loss scaler, where the dtype's range needs one: fp16 only."""

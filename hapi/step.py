@@ -291,17 +291,19 @@ class Stepper:
 
     def evaluate(self, inputs: Inputs, labels: Any, size: int) -> Outcome:
         """Loss and outputs of one batch, on the bare network: no wrapper, no collective."""
-        with torch.no_grad(), self.prepared.precision.autocast(self.device):
-            value, outputs = checks.loss_and_outputs(self._explained(self._eval_step, inputs, labels, size))
-            if value is None:
-                return Outcome(None, size, outputs)
-            loss = self._as_loss(value)
-        return _outcome(loss, size, outputs)
+        # Half of the calls of no_grad().
+        with torch.set_grad_enabled(False):
+            loss, outputs = self.prepared.precision.run(self.device, self._evaluated, inputs, labels, size)
+        return Outcome(None, size, outputs) if loss is None else _outcome(loss, size, outputs)
+
+    def _evaluated(self, inputs: Inputs, labels: Any, size: int) -> tuple[Loss | None, Any]:
+        value, outputs = checks.loss_and_outputs(self._explained(self._eval_step, inputs, labels, size))
+        return None if value is None else self._as_loss(value), outputs
 
     def predict(self, inputs: Inputs) -> Any:
         """The bare network's outputs."""
-        with torch.no_grad(), self.prepared.precision.autocast(self.device):
-            return call_network(self.network, inputs)
+        with torch.set_grad_enabled(False):
+            return self.prepared.precision.run(self.device, call_network, self.network, inputs)
 
     @property
     def learning_rate(self) -> float:
@@ -323,23 +325,25 @@ class Stepper:
 
     def _compute(self, inputs: Inputs, labels: Any, size: int, window_total: int | None) -> Any:
         """The forward pass of training, inside DDP's: what `_backpropagate` takes; without samples a zero."""
-        with self.prepared.precision.autocast(self.device):
-            if size == 0 and self._meets_in_forward:
-                return _zero_of(call_network(self.network, inputs))
-            returned = self._explained(self._train_step, inputs, labels, size)
-            if self._overrides_step and not self._has_graph and not self.window_open:
-                checks.own_backward(self._parameters)
-            value, outputs = checks.loss_and_outputs(returned)
-            loss = self._as_loss(value)
+        run = self.prepared.precision.run
+        if size == 0 and self._meets_in_forward:
+            return _zero_of(run(self.device, call_network, self.network, inputs))
+        loss, outputs = run(self.device, self._trained, inputs, labels, size)
         outcome = _outcome(loss, size, outputs)
+        if loss.weight is None and window_total is not None:
+            return loss.value, None, outcome
         # Alone and with nothing to wait for, a batch's own mean is the window's.
-        own = self._world_size == 1 and window_total == size
-        if loss.weight is None:
-            return loss.value, self._probe() * size if window_total is None else None, outcome
-        if own:
+        if loss.weight is not None and self._world_size == 1 and window_total == size:
             return loss.value / _nonzero(loss.weight), None, outcome
-        probe = self._probe()
-        return loss.value, probe * loss.weight.detach().to(probe), outcome
+        probe = self.exchange.replica.probe
+        return loss.value, probe * (size if loss.weight is None else loss.weight.detach().to(probe)), outcome
+
+    def _trained(self, inputs: Inputs, labels: Any, size: int) -> tuple[Loss, Any]:
+        returned = self._explained(self._train_step, inputs, labels, size)
+        if self._overrides_step and not self._has_graph and not self.window_open:
+            checks.own_backward(self._parameters)
+        value, outputs = checks.loss_and_outputs(returned)
+        return self._as_loss(value), outputs
 
     def _explained(self, step: StepFunction, inputs: Inputs, labels: Any, size: int) -> Any:
         try:
@@ -349,9 +353,6 @@ class Stepper:
             if cause is not None:
                 raise cause from error
             raise
-
-    def _probe(self) -> torch.Tensor:
-        return self.exchange.replica.probe
 
     def _as_loss(self, value: Any) -> Loss:
         loss = as_loss(value)

@@ -7,7 +7,7 @@ has no indices.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +19,7 @@ from hapi import batch as batches
 from hapi.data.collate import Collate
 from hapi.data.epochs import set_epoch
 from hapi.data.order import GlobalOrder, Share, joined
-from hapi.data.sources import BatchSource, labels_of
+from hapi.data.sources import BatchSource, columns_of, labels_of
 from hapi.data.workers import Keyed, KeyedDataset, RefillableSampler, WorkerInit
 from hapi.distributed import group
 
@@ -216,6 +216,7 @@ class SourceFeed(Feed):
             if self.kept_bytes is not None:
                 self._resident = resident.Resident(source, device)
         self._placed = self._pin = False
+        self._finish: Callable[[Any], Any] = self._finish_moved
         # Found out by each pass, from its first batch.
         self._together: int | None = None
 
@@ -225,6 +226,9 @@ class SourceFeed(Feed):
         if self._resident is not None:
             self._rows = self._resident.source()
         self._pin = self._device.type == "cuda" and self._rows is self._source
+        # Tensors on the CPU are not moved.
+        stays = self._device.type == "cpu" and columns_of(self._source) is not None
+        self._finish = self._source.finish_batch if stays else self._finish_moved
         shares = self._order.numbered(epoch, start.step, start.taken)
         # What is drawn for a batch is drawn where it is placed, within its step.
         self._placed = not getattr(self._source, "is_random", True)
@@ -249,7 +253,7 @@ class SourceFeed(Feed):
         rows = self._rows.fetch_batch(indices)
         if self._pin:
             rows = batches.map_tensors(torch.Tensor.pin_memory, rows)
-        return self._finished(rows) if self._placed else rows
+        return self._finish(rows) if self._placed else rows
 
     def labels(self) -> torch.Tensor | None:
         """See `Feed.labels`."""
@@ -257,9 +261,9 @@ class SourceFeed(Feed):
 
     def place(self, batch: Any) -> Any:
         """The batch on the device, its transform finished there for the whole batch."""
-        return batch if self._placed else self._finished(batch)
+        return batch if self._placed else self._finish(batch)
 
-    def _finished(self, rows: Any) -> Any:
+    def _finish_moved(self, rows: Any) -> Any:
         return self._source.finish_batch(batches.move(rows, self._device, self.floats))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hapi.batch import leaves, map_tensors
-from hapi.data.sources import BatchSource, SubsetSource, rows_of
+from hapi.data.sources import BatchSource, SubsetSource, batch_of, columns_of
 
 SWITCH = "HAPI_KEEP_DATA"
 # Bytes, and the part of the device's free memory, that data may take there at most.
@@ -37,7 +37,7 @@ class Resident:
 
     def source(self) -> BatchSource:
         """What to fetch batches from in the pass that starts."""
-        columns = _columns(self._source) if self._was_read else None
+        columns = columns_of(self._source) if self._was_read else None
         self._was_read = True
         if columns is None:
             # Also where a transform that was exchanged since asks for each sample.
@@ -67,7 +67,7 @@ class _OnDevice:
             if self._device.type == "cuda":
                 indices = indices.pin_memory()
             indices = indices.to(self._device, non_blocking=True)
-        return map_tensors(lambda column: rows_of(column, indices), self._columns)
+        return batch_of(self._columns, indices)
 
     def finish_batch(self, batch: Any) -> Any:
         """As the source does."""
@@ -86,7 +86,7 @@ def kept_bytes(source: BatchSource, device: torch.device) -> int | None:
             f"{SWITCH}={wanted!r} is set, which says neither that small data is to be kept on the device nor that it "
             f"is not. Write {SWITCH}=0 to leave it in the host's memory, or unset it."
         )
-    columns = _columns(source)
+    columns = columns_of(source)
     if wanted == "0" or columns is None:
         return None
     size = sum(column.numel() * column.element_size() for column in leaves(columns))
@@ -96,12 +96,6 @@ def kept_bytes(source: BatchSource, device: torch.device) -> int | None:
 def _free(device: torch.device) -> int:
     """Bytes that are free on a card; 0 for any other device."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
-
-
-def _columns(source: Any) -> Any:
-    while isinstance(source, SubsetSource):
-        source = source.dataset
-    return getattr(source, "columns", None)
 
 
 def _on_device(source: BatchSource, columns: Any, device: torch.device) -> BatchSource:

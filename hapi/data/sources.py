@@ -30,6 +30,16 @@ def rows_of(column: torch.Tensor, indices: torch.Tensor | range) -> torch.Tensor
     return column.index_select(0, indices)
 
 
+def batch_of(columns: Any, indices: torch.Tensor | range) -> Any:
+    """Rows of each column, copied: a batch of the columns' own form."""
+    # The usual cases first: this runs once a step.
+    if isinstance(columns, torch.Tensor):
+        return rows_of(columns, indices)
+    if isinstance(columns, tuple):
+        return tuple([rows_of(column, indices) for column in columns])
+    return map_tensors(lambda column: rows_of(column, indices), columns)
+
+
 class Columns:
     """Tensors of equal length, side by side, as one data set: `x`, `(x, y)`, or a dict of them.
 
@@ -72,7 +82,7 @@ class Columns:
 
     def fetch_batch(self, indices: torch.Tensor | range) -> Any:
         """The rows, copied."""
-        return map_tensors(lambda column: rows_of(column, indices), self._columns)
+        return batch_of(self._columns, indices)
 
     def finish_batch(self, batch: Any) -> Any:
         """Nothing is left to do."""
@@ -122,6 +132,13 @@ def as_batch_source(data: Any, floats: torch.dtype | None = None) -> BatchSource
     if getattr(data, "batched", False) and hasattr(data, "fetch_batch"):
         return cast(BatchSource, data)
     return None
+
+
+def columns_of(source: Any) -> Any:
+    """The tensors whose rows a source's batches are before `finish_batch`; None where that is not known."""
+    while isinstance(source, SubsetSource):
+        source = source.dataset
+    return getattr(source, "columns", None)
 
 
 def labels_of(source: Any) -> torch.Tensor | None:
