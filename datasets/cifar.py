@@ -9,10 +9,11 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
+from hapi import kinds
 from hapi.datasets.batches import PIXELS, read_batch, read_names
 from hapi.datasets.download import Archive
 from hapi.datasets.files import Loaded, default_root, md5_of, read_each
-from hapi.datasets.images import ImageDataset, check_mode, check_root, check_switch, check_transform, refuse_unknown
+from hapi.datasets.images import ImageDataset, check_mode, check_root, check_switch, check_transform
 from hapi.datasets.store import Published, load
 
 
@@ -44,7 +45,7 @@ class _Cifar(ImageDataset):
         download: bool = True,
         **unknown: NoReturn,
     ) -> None:
-        refuse_unknown(type(self), unknown)
+        kinds.refuse_unknown(type(self), unknown)
         check_mode(self._name, mode)
         check_root(self._name, root)
         check_transform(self._name, transform)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,14 +171,6 @@ class ImageDataset(Dataset[tuple[Any, int]]):
         return position % len(self)
 
 
-def refuse_unknown(owner: type, unknown: Mapping[str, Any]) -> None:
-    """Raise TypeError if a data set was given keywords that it does not have, such as torchvision's `train`."""
-    if unknown:
-        from hapi import elsewhere
-
-        raise elsewhere.constructor(owner, unknown)
-
-
 def check_switch(name: str, **switches: Any) -> None:
     """Raise TypeError unless all of them are True or False."""
     for switch, value in switches.items():
@@ -200,7 +192,7 @@ def check_mode(name: str, mode: Any) -> None:
 
 def check_root(name: str, root: Any) -> None:
     """Raise TypeError unless the root can be a folder's name."""
-    if root is not None and not isinstance(root, (str, os.PathLike)):
+    if root is not None and (not isinstance(root, (str, os.PathLike)) or root == ""):
         raise TypeError(
             f"{name} received root={root!r}, a {type(root).__name__}, which cannot name a folder. "
             f'Write {name}("path/to/data"), or leave root out for $HAPI_DATA_HOME or the user\'s cache.'

@@ -12,10 +12,11 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
+from hapi import kinds
 from hapi.datasets.download import Archive
 from hapi.datasets.files import Broken, Loaded, Unusable, default_root, read_each
 from hapi.datasets.idx import Idx, read_idx, read_idx_stream
-from hapi.datasets.images import ImageDataset, check_mode, check_root, check_switch, check_transform, refuse_unknown
+from hapi.datasets.images import ImageDataset, check_mode, check_root, check_switch, check_transform
 from hapi.datasets.store import Published, load
 
 _PREFIX = {"train": "train", "test": "t10k"}
@@ -113,7 +114,7 @@ class MNIST(_IdxImages):
         download: bool = True,
         **unknown: NoReturn,
     ) -> None:
-        refuse_unknown(type(self), unknown)
+        kinds.refuse_unknown(type(self), unknown)
         check_mode(self._name, mode)
         check_root(self._name, root)
         check_transform(self._name, transform)
@@ -163,7 +164,7 @@ class FashionMNIST(_IdxImages):
         sample: bool = False,
         **unknown: NoReturn,
     ) -> None:
-        refuse_unknown(type(self), unknown)
+        kinds.refuse_unknown(type(self), unknown)
         check_mode(self._name, mode)
         check_root(self._name, root)
         check_transform(self._name, transform)

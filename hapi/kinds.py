@@ -26,7 +26,7 @@ def count(name: str, value: Any, example: int, least: int | None = 1, *, owner: 
 
     Raises:
         TypeError: It is no whole number. True and False are none.
-        ValueError: It is below `least`.
+        ValueError: It is below `least`, or beyond 64 bits.
     """
     number = whole(value)
     received = f"{owner} received {name}={value!r:.60}" if owner else f"{name} received {value!r:.60}"
@@ -40,6 +40,10 @@ def count(name: str, value: Any, example: int, least: int | None = 1, *, owner: 
     if least is not None and number < least:
         counted = f"counts {what} from" if what else "counts from"
         raise ValueError(f"{received}, but it {counted} {least}. Write {name}={example}.")
+    if least is not None and number >= 1 << 63:
+        raise ValueError(
+            f"{received}, more than 64 bits count: no memory or run comes to so many. Write {name}={example}."
+        )
     return number
 
 
@@ -63,6 +67,7 @@ def check(owner: Callable[..., Any], given: Mapping[str, Any]) -> None:
 
     Raises:
         TypeError: A value is of another kind.
+        ValueError: A path is empty.
     """
     name = type(given["self"]).__name__ if "self" in given else owner.__name__
     signature = inspect.signature(owner.__init__ if isinstance(owner, type) else owner)  # type: ignore[misc]
@@ -74,6 +79,11 @@ def check(owner: Callable[..., Any], given: Mapping[str, Any]) -> None:
 def _check_one(owner: str, parameter: inspect.Parameter, value: Any) -> None:
     words = [word.strip() for word in str(parameter.annotation).split("|")]
     kinds = [_KINDS.get(word.partition("[")[0]) for word in words]
+    if _PATH in kinds and value == "":
+        raise ValueError(
+            f"{owner} received {parameter.name}='', which is no file and no folder: a variable that is not set "
+            f'may stand behind it. Write {parameter.name}={_PATH.example}, or "." for where the script was started.'
+        )
     if any(kind is None or kind.fits(value) for kind in kinds):
         return
     # What is asked for first; None is only what leaves it out.
@@ -92,6 +102,14 @@ class _Kind:
 
     def __init__(self, name: str, example: str, fits: Callable[[Any], bool]) -> None:
         self.name, self.example, self.fits = name, example, fits
+
+
+def refuse_unknown(owner: type, unknown: Mapping[str, Any]) -> None:
+    """Raise TypeError if a constructor was given keywords that it does not have, such as Keras' `save_best_only`."""
+    if unknown:
+        from hapi import elsewhere
+
+        raise elsewhere.constructor(owner, unknown)
 
 
 def _is_switch(value: Any) -> bool:

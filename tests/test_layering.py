@@ -26,9 +26,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("hapi.batch", "hapi.distributed"),
     ("hapi.data.order",),  # arithmetic that DistributedBatchSampler shares with the feeds
     ("hapi.data.permutation",),
-    ("hapi.device", "hapi.rng", "hapi.archive", "hapi.elsewhere"),
+    ("hapi.device", "hapi.rng", "hapi.archive"),
     ("hapi.distributed.launchers", "hapi._version", "hapi.kinds", "hapi.refused"),
-    ("hapi.distributed.leftovers",),
+    ("hapi.distributed.leftovers", "hapi.elsewhere"),
     ("hapi.distributed.environment",),
 )
 LAYER = {name: depth for depth, names in enumerate(LAYERS) for name in names}

@@ -7,6 +7,7 @@ argument follows from the words of its annotation, and from its name where that 
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,12 +24,12 @@ X, Y = torch.rand(8, 4), torch.arange(8) % 3
 NETWORK = nn.Linear(4, 3)
 
 BY_ANNOTATION: dict[str, tuple[Any, ...]] = {
-    "int": ("3", 2.5, [[1]], -7),
+    "int": ("3", 2.5, [[1]], -7, 10**30),
     "float": ("0.5", [0.5]),
     "bool": ("yes", 7),
     "str": (3, ["x"], "nonsense"),
-    "PathLike": (3, ["x"]),
-    "Path": (3, ["x"]),
+    "PathLike": (3, ["x"], ""),
+    "Path": (3, ["x"], ""),
     "Callable": (3, "x"),
     "Sequence": ({}, 2.5),
     "dict": (3, ["x"]),
@@ -62,6 +63,7 @@ FREE_TEXTS = {
     "project", "entity", "dir", "job_type", "experiment", "run_name", "tracking_uri",
 }  # fmt: skip
 MAY_BE_NEGATIVE = {"n", "seed", "ignore_index", "verbose", "baseline"}
+MAY_BE_LARGE = {"seed", "ignore_index", "verbose"}
 # How many inputs and labels a batch has, or their names, shows with the first batch; Paddle's second strategy is taken
 # and not read.
 LATER = {
@@ -123,7 +125,7 @@ def wrong_values(call: str, parameter: inspect.Parameter) -> list[Any]:
 
 
 def is_right(parameter: inspect.Parameter, words: set[str], value: Any) -> bool:
-    if parameter.name in FREE_TEXTS and isinstance(value, str) and words & {"str", "Path"}:
+    if parameter.name in FREE_TEXTS and isinstance(value, str) and words & {"str", "Path"} and value:
         return True
     if value is None and parameter.default is None:
         return True
@@ -131,7 +133,9 @@ def is_right(parameter: inspect.Parameter, words: set[str], value: Any) -> bool:
         return True
     # One of several kinds is right where another would be wrong.
     return (isinstance(value, list) and "Sequence" in words) or (
-        isinstance(value, int) and "int" in words and value > 0
+        isinstance(value, int)
+        and "int" in words
+        and 0 < value < (math.inf if "float" in words or parameter.name in MAY_BE_LARGE else 1 << 63)
     )
 
 

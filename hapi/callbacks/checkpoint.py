@@ -68,7 +68,7 @@ class ModelCheckpoint(Saver):
         on_save_error: str = "stop",
         **unknown: NoReturn,
     ) -> None:
-        refuse_unknown(type(self), unknown)
+        kinds.refuse_unknown(type(self), unknown)
         counts = {
             "save_freq": save_freq, "every_n_steps": every_n_steps, "keep_last": keep_last, "save_top_k": save_top_k
         }  # fmt: skip
@@ -299,14 +299,6 @@ def _writer() -> Writer:
     from hapi.writer import Writer
 
     return Writer()
-
-
-def refuse_unknown(owner: type, unknown: Mapping[str, Any]) -> None:
-    """Raise TypeError if a constructor was given keywords that it does not have, such as Keras' `save_best_only`."""
-    if unknown:
-        from hapi import elsewhere
-
-        raise elsewhere.constructor(owner, unknown)
 
 
 def _check_rest(every_seconds: Any, on_save_error: str, save_top_k: int, monitor: str | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from hapi import kinds
 from hapi.callbacks.base import SAVING, Callback, Logs
-from hapi.callbacks.checkpoint import ModelCheckpoint, refuse_unknown, save_on_rank_0
+from hapi.callbacks.checkpoint import ModelCheckpoint, save_on_rank_0
 from hapi.callbacks.monitor import Monitor
 from hapi.callbacks.terminal import note, number
 
@@ -53,7 +53,7 @@ class EarlyStopping(Callback):
         save_best_model: bool = True,
         **unknown: NoReturn,
     ) -> None:
-        refuse_unknown(type(self), unknown)
+        kinds.refuse_unknown(type(self), unknown)
         kinds.check(EarlyStopping, locals())
         kinds.count("patience", patience, 0, 0, owner="EarlyStopping", what="epochs")
         if baseline is not None and math.isnan(baseline):

@@ -48,6 +48,9 @@ class DistributedBatchSampler(Sampler[list[int]]):
                 f"DistributedBatchSampler received dataset={dataset!r:.60}, of type {type(dataset).__name__}, "
                 "which has no length to share out. Write DistributedBatchSampler(data, batch_size), data map-style."
             )
+        kinds.count("batch_size", batch_size, 32, owner="DistributedBatchSampler")
+        if num_replicas is not None:
+            kinds.count("num_replicas", num_replicas, 2, owner="DistributedBatchSampler")
         self.dataset = dataset
         self.batch_size = batch_size
         self.num_replicas = group.get_world_size() if num_replicas is None else num_replicas
@@ -56,11 +59,10 @@ class DistributedBatchSampler(Sampler[list[int]]):
         self.drop_last = drop_last
         self.seed = seed
         self.epoch = 0
-        if batch_size < 1 or not 0 <= self.rank < self.num_replicas:
+        if not 0 <= self.rank < self.num_replicas:
             raise ValueError(
-                f"DistributedBatchSampler received batch_size={batch_size}, num_replicas={self.num_replicas}, "
-                f"rank={self.rank}: sizes count from 1, and ranks run from 0 to num_replicas - 1. "
-                "Leave num_replicas and rank out to take them from the launcher."
+                f"DistributedBatchSampler received num_replicas={self.num_replicas}, rank={self.rank}: ranks run from "
+                "0 to num_replicas - 1. Leave num_replicas and rank out to take them from the launcher."
             )
 
     def __len__(self) -> int:

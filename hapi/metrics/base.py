@@ -66,6 +66,11 @@ class Metric:
     def __init__(self, name: str | None = None) -> None:
         if name is not None:
             kinds.check(Metric, locals())
+            if not name:
+                raise ValueError(
+                    f"{type(self).__name__} received name='', but the name is its key in the logs. Write "
+                    f"name={self.name!r}, or leave it out."
+                )
             self.name = name
 
     @property

@@ -238,6 +238,8 @@ class _Rate(_Counting):
                 f"{type(self).__name__} received num_classes={num_classes}: there are at least two classes. Leave "
                 "num_classes out for the value of class 1 alone."
             )
+        if num_classes is not None:
+            kinds.count("num_classes", num_classes, 10, owner=type(self).__name__)
         self.num_classes, self.average = num_classes, average
         self.add_state("class_counts", torch.zeros(3, num_classes or 1, dtype=torch.int64))
 

@@ -135,6 +135,11 @@ def test_the_name_defaults_to_the_class_in_snake_case():
     assert TokenErrorRate("ter").names == ["ter"]
 
 
+def test_an_empty_name_is_no_key():
+    with pytest.raises(ValueError, match=r"name='', but the name is its key.*name='accuracy', or leave it out"):
+        Accuracy(name="")
+
+
 def test_a_subclass_need_not_call_super_init():
     class Bare(Metric):
         def __init__(self):
