@@ -76,6 +76,14 @@ def check(owner: Callable[..., Any], given: Mapping[str, Any]) -> None:
             _check_one(name, parameter, given[parameter.name])
 
 
+def refuse_unknown(owner: type, unknown: Mapping[str, Any]) -> None:
+    """Raise TypeError if a constructor was given keywords that it does not have, such as Keras' `save_best_only`."""
+    if unknown:
+        from hapi import elsewhere
+
+        raise elsewhere.constructor(owner, unknown)
+
+
 def _check_one(owner: str, parameter: inspect.Parameter, value: Any) -> None:
     words = [word.strip() for word in str(parameter.annotation).split("|")]
     kinds = [_KINDS.get(word.partition("[")[0]) for word in words]
@@ -102,14 +110,6 @@ class _Kind:
 
     def __init__(self, name: str, example: str, fits: Callable[[Any], bool]) -> None:
         self.name, self.example, self.fits = name, example, fits
-
-
-def refuse_unknown(owner: type, unknown: Mapping[str, Any]) -> None:
-    """Raise TypeError if a constructor was given keywords that it does not have, such as Keras' `save_best_only`."""
-    if unknown:
-        from hapi import elsewhere
-
-        raise elsewhere.constructor(owner, unknown)
 
 
 def _is_switch(value: Any) -> bool:
