@@ -109,7 +109,7 @@ def _holds(dtype: torch.dtype, number: int) -> bool:
 
 
 def size_of(batch: Any) -> int:
-    """How many samples a batch holds: the first size of its first tensor that has one.
+    """How many samples a batch holds: the first size of its first tensor that has one; none where it is None.
 
     Raises:
         TypeError: The batch holds no tensor with a batch dimension.
@@ -118,7 +118,7 @@ def size_of(batch: Any) -> int:
     first = batch[0] if _is_several(batch) and batch else batch
     if isinstance(first, torch.Tensor) and first.dim() > 0:
         return first.shape[0]
-    if (size := _first_size(batch)) is None:
+    if (size := 0 if batch is None else _first_size(batch)) is None:
         raise TypeError(
             f"A batch of type {type(batch).__name__} holds no tensor with a batch dimension, so its samples cannot be "
             "counted. Pass tensors, as torch.tensor(x) makes them of lists of numbers, or give the DataLoader a "

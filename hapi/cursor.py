@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hapi.batch import is_array
-from hapi.data import BEGINNING, Feed, Start
+from hapi.data import BEGINNING, Feed, Piece, Start
 from hapi.distributed import group
 from hapi.metrics.tally import Tally
 
@@ -59,7 +59,7 @@ class Cursor:
         self.evaluating = False
         """Whether an evaluation is under way, which a run that goes on makes anew."""
         self._start = BEGINNING
-        self._step = 0
+        self._step = self._passed = 0
         self._tally: Tally | None = None
         self._at_edge = True
         self._reads = False
@@ -68,6 +68,7 @@ class Cursor:
     def begin_epoch(self, start: Start, tally: Tally) -> None:
         """An epoch starts, or is gone on with."""
         self._start, self._step, self._tally, self._ranks = start, start.step, tally, None
+        self._passed = 0
         self._reads = False
 
     def begin_window(self) -> None:
@@ -75,10 +76,12 @@ class Cursor:
         self._at_edge, self._ranks = False, None
         self._reads = True
 
-    def end_window(self, steps: int) -> None:
-        """The optimizer step was taken, on so many batches a rank."""
-        self._step += steps
-        self.iterations += steps
+    def end_window(self, window: Sequence[Piece]) -> None:
+        """The optimizer step was taken, on these batches of this rank."""
+        self._step += len(window)
+        self.iterations += len(window)
+        for piece in window:
+            self._passed += piece.passed
         self._at_edge = True
 
     def end_epoch(self) -> None:
@@ -104,7 +107,8 @@ class Cursor:
         if ranks is None and self._at_edge and group.get_world_size() == 1:
             ranks = [self._own()]
         feed = self._feed
-        taken = None if feed.stride is None else self._start.taken + (self._step - self._start.step) * feed.stride
+        rounds = self._step - self._start.step + self._passed
+        taken = None if feed.stride is None else self._start.taken + rounds * feed.stride
         within = {"step": self._step, "taken": taken, "learning_rate": self._learning_rate()}
         return {
             "iterations": self.iterations,

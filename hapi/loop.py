@@ -176,7 +176,7 @@ def _train_epoch(
                 tally.update(outcome.loss, outcome.weight, outcome.outputs, labels)
             if last:
                 model.steps_trained += len(window)
-                cursor.end_window(len(window))
+                cursor.end_window(window)
             if callbacks.wants_batch_logs("train", step):
                 callbacks.call("on_train_batch_end", step, logs=tally.logs())
             step += 1

@@ -182,7 +182,11 @@ def test_size(batch: Any) -> None:
     assert size_of(batch) == 6
 
 
-@pytest.mark.parametrize("batch", ["text", None, 3, [], {}, ["a"], torch.tensor(1.0), [[1.0, 2.0]], np.float32(3)])
+def test_no_batch_at_all_has_no_samples() -> None:
+    assert size_of(None) == 0
+
+
+@pytest.mark.parametrize("batch", ["text", 3, [], {}, ["a"], torch.tensor(1.0), [[1.0, 2.0]], np.float32(3)])
 def test_without_a_batch_dimension_there_is_no_size(batch: Any) -> None:
     with pytest.raises(TypeError, match=r"torch\.tensor\(x\)"):
         size_of(batch)

@@ -1,12 +1,15 @@
 """Data in memory: several small batches are read at once, and a step gets exactly what it would get by itself."""
 
 import weakref
+import zlib
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
 import hapi
+from hapi.data import sameness
 from hapi.data.feeds import SourceFeed, Start
 from hapi.data.order import GlobalOrder
 from hapi.data.sources import Columns
@@ -151,3 +154,26 @@ def test_labels_that_are_left_out_are_looked_for_only_where_there_may_be_some(ig
     # A metric by itself knows nothing of the data.
     metrics.update(network(x).detach(), y)
     assert metrics.compute() == logs["acc"]
+
+
+def test_a_read_only_map_of_a_file_is_not_copied(tmp_path, recwarn):
+    whole = numpy.random.default_rng(0).random((50, 4), dtype="float32")
+    numpy.save(tmp_path / "rows.npy", whole)
+    mapped = numpy.load(tmp_path / "rows.npy", mmap_mode="r")
+    stored = Columns((mapped, numpy.arange(50.0))).columns
+    assert stored[0].data_ptr() == mapped.__array_interface__["data"][0]
+    assert torch.equal(stored[0], torch.from_numpy(whole)) and stored[1].dtype == torch.float32
+    # A batch is a copy, which may be written to; what cannot be taken as it is is copied as ever.
+    Columns(mapped).fetch_batch(range(8)).zero_()
+    assert numpy.array_equal(mapped, whole)
+    assert torch.equal(Columns(mapped[::-1]).columns, torch.from_numpy(whole[::-1].copy()))
+    assert Columns(mapped.astype("float64")).columns.dtype == torch.float32
+    assert not recwarn.list
+
+
+def test_checksums_are_taken_piece_by_piece(monkeypatch):
+    for tensor in (torch.rand(50, 4), torch.rand(4, 50).T, torch.rand(3, 0), torch.rand(0, 3), torch.rand(())):
+        whole = sameness._checksum(tensor)
+        monkeypatch.setattr(sameness, "_PIECE_BYTES", 100)
+        assert sameness._checksum(tensor) == whole == zlib.crc32(tensor.contiguous().numpy().tobytes())
+        monkeypatch.undo()

@@ -39,6 +39,8 @@ class Piece(NamedTuple):
     position: int | torch.Tensor
     """Where its rows belong in the data set's order: the number of the batch among all ranks' batches, or (size,) int64
     positions of single rows."""
+    passed: int = 0
+    """Rounds of the order before it, since the piece before, in which no rank had a sample: they were taken too."""
 
 
 class Start(NamedTuple):

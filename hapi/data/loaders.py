@@ -12,7 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sized
 from itertools import islice
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.data import (
@@ -20,7 +20,6 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
-    Sampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
     default_collate,
@@ -32,6 +31,7 @@ from hapi import rng
 from hapi.data.collate import Collate, Convert
 from hapi.data.epochs import set_epoch
 from hapi.data.feeds import BEGINNING, Feed, Piece, Start, in_step
+from hapi.data.given_order import Order, OrderState, known_length, length
 from hapi.data.streams import (
     IterableFeed,
     SelfShardedFeed,
@@ -41,6 +41,8 @@ from hapi.data.streams import (
 )
 from hapi.data.workers import Keyed, KeyedDataset, RefillableSampler, WorkerInit
 from hapi.distributed import group
+
+T = TypeVar("T")
 
 _BATCHES_PER_BROADCAST = 64
 
@@ -59,19 +61,29 @@ def loader_feed(loader: DataLoader[Any], device: torch.device, seed: int, lockst
             return SelfShardedFeed(loader, device, seed, lockstep)
         if shards_itself(loader) and not (is_plain and declares_shards(loader.dataset)):
             return SelfShardedFeed(loader, device, seed, lockstep)
-        return IterableFeed(_with_shards(loader, seed), device, lockstep)
+        if is_plain or _is_torchdatas(loader):
+            return IterableFeed(_with_shards(loader, seed), device, lockstep)
+        if group.get_world_size() == 1:
+            # What its __iter__ does with batches is done with the user's own: they are not told apart.
+            given = _with_shards(loader, seed, told=False) if loader.num_workers else loader
+            return SelfShardedFeed(given, device, seed, lockstep)
+        raise _own_iteration(loader)
     if shards_itself(loader):
         kind = OwnOrderFeed if is_plain else SelfShardedFeed
         return kind(loader, device, seed, lockstep)
     if not is_plain and group.get_world_size() == 1:
         return SelfShardedFeed(loader, device, seed, lockstep)
     if not (is_plain or _is_torchdatas(loader)):
-        raise TypeError(
-            f"A {type(loader).__name__} arrived, a DataLoader whose own __iter__ may ignore its batch sampler, so that "
-            f"its batches cannot be shared out among {group.get_world_size()} processes. Put the logic into a "
-            "batch_sampler, a collate_fn or the data set; or shard by yourself and set `sharded = True` on the loader."
-        )
+        raise _own_iteration(loader)
     return SharedLoaderFeed(loader, device, seed, lockstep)
+
+
+def _own_iteration(loader: DataLoader[Any]) -> TypeError:
+    return TypeError(
+        f"A {type(loader).__name__} arrived, a DataLoader with an __iter__ of its own, which may not follow how its "
+        f"data is shared out among {group.get_world_size()} processes. Put the logic into a batch_sampler, a "
+        "collate_fn or the data set; or shard by yourself and set `sharded = True` on the loader."
+    )
 
 
 def tell_of_the_sampler(loader: DataLoader[Any], to_predict: bool) -> None:
@@ -120,22 +132,24 @@ class OwnOrderFeed(Feed):
         self._loader = _with_order(loader, self._sampler, loader.batch_sampler is not None)
         self.ordered = group.get_world_size() == 1
         if self.ordered:
-            self.steps = _length(loader)
-        self._order_state = _OrderState(loader)
+            self.steps = length(loader)
+        self._order_state = OrderState(loader)
 
     def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
         """See `Feed.pieces`."""
         set_epoch(self._given, epoch)
         self._order_state.begin(start.data)
-        order = enumerate(drawn_alike(_Order(self._given), self._seed, epoch))
+        order = enumerate(drawn_alike(Order(self._given), self._seed, epoch))
         rank = group.get_rank()
+        # A collate function of the user's may leave batches out, which are no steps: then all are read again.
+        first = start.step if isinstance(self._given.collate_fn, Collate | Convert) else 0
         self._sampler.refill(
             Keyed(indices, rng.mix(self._seed, rng.FETCH, epoch, number, rank), epoch)
-            for number, indices in islice(order, start.step, None)
+            for number, indices in islice(order, first, None)
         )
-        numbered = enumerate(self.read(self._loader), start.step)
+        numbered = enumerate(self.read(self._loader), first)
         local = ((batch, batches.size_of(batch), number) for number, batch in numbered)
-        return in_step(local, self._lockstep, ahead=self.stateful is None)
+        return in_step(local, self._lockstep, start.step - first, ahead=self.stateful is None)
 
     def state(self, within: bool) -> Any:
         """See `Feed.state`."""
@@ -144,88 +158,6 @@ class OwnOrderFeed(Feed):
     def restore(self, state: Any) -> None:
         """See `Feed.restore`."""
         self._order_state.restore(state)
-
-
-class _OrderState:
-    """What decides the order of later epochs: generators that a loader and its samplers were given, and their states.
-
-    A sampler with `state_dict` and `load_state_dict`, such as one that counts its own epochs, is asked between two
-    epochs and before an order is drawn, which is then drawn anew. One with `set_epoch` is told all that it has to know;
-    torchdata's says how much of the order it has given, which is counted here.
-    """
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        samplers = _samplers_of(loader)
-        found = [loader.generator, *(value for sampler in samplers for value in vars(sampler).values())]
-        # One may be in several places.
-        self._generators = list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
-        self._samplers = [sampler for sampler in samplers if _tells_its_state(sampler)]
-        self._before: list[Any] = []
-
-    def begin(self, before: Any) -> None:
-        """An epoch's order is about to be drawn; anew, if it is one that an earlier process had begun."""
-        self.restore(before)
-        self._before = self._now()
-
-    def state(self, within: bool) -> list[Any] | None:
-        """The states before the order of the epoch under way was drawn, or between two epochs."""
-        return (self._before if within else self._now()) or None
-
-    def _now(self) -> list[Any]:
-        generators = [generator.get_state() for generator in self._generators]
-        return [*generators, *(copy.deepcopy(sampler.state_dict()) for sampler in self._samplers)]
-
-    def restore(self, states: Any) -> None:
-        """Set them to what `state` gave."""
-        setters = [generator.set_state for generator in self._generators]
-        for setter, state in zip([*setters, *(s.load_state_dict for s in self._samplers)], states or (), strict=False):
-            setter(state)
-
-
-def _samplers_of(loader: DataLoader[Any]) -> list[Any]:
-    """The samplers of a loader, those that others are made of too."""
-    found: dict[int, Any] = {}
-    waiting: list[Any] = [loader.batch_sampler, loader.sampler]
-    while waiting:
-        sampler = waiting.pop(0)
-        if id(sampler) in found or not hasattr(sampler, "__dict__"):
-            continue
-        found[id(sampler)] = sampler
-        for value in vars(sampler).values():
-            several = isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Sampler)
-            waiting += value if several else [value] if isinstance(value, Sampler) else []
-    return list(found.values())
-
-
-def _tells_its_state(sampler: Any) -> bool:
-    return hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict") and not hasattr(sampler, "set_epoch")
-
-
-class _Order:
-    """The order of a loader, as it would draw it itself."""
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[Any]:
-        # A pass over a DataLoader draws its workers' base seed first; with a generator that the sampler shares, the
-        # order comes after it.
-        torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
-        return iter(self._loader.sampler if self._loader.batch_sampler is None else self._loader.batch_sampler)
-
-
-def _length(loader: DataLoader[Any]) -> int | None:
-    """How many batches a pass has, where that is known."""
-    order: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    return _len(order)
-
-
-def _len(order: Any) -> int | None:
-    """How long a sampler says that it is; a batch sampler over one that does not know has a length that raises."""
-    try:
-        return len(order)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 class SharedLoaderFeed(Feed):
@@ -250,11 +182,11 @@ class SharedLoaderFeed(Feed):
         self._depth = int(group.reduce_max([float(ahead)])[0])
         self.global_batch = None if loader.batch_size is None else loader.batch_size * self._world_size
         if type(loader.batch_sampler) is BatchSampler and not loader.drop_last:
-            self.samples = _len(loader.sampler)
-        length = _length(loader)
-        self.steps = None if length is None else -(-length // self._world_size)
+            self.samples = known_length(loader.sampler)
+        rounds = length(loader)
+        self.steps = None if rounds is None else -(-rounds // self._world_size)
         self.aligned, self.stride, self.unit = True, self._world_size, "batches"
-        self._order_state = _OrderState(loader)
+        self._order_state = OrderState(loader)
 
     def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
         """See `Feed.pieces`."""
@@ -263,11 +195,11 @@ class SharedLoaderFeed(Feed):
         planned = self._planned(epoch, start)
         if self._sizes_known:
             return planned
-        if not self._lockstep and self._world_size > 1:
-            # Rounds are as many on every rank: they are told by broadcasts. One may be without samples here.
-            return map(_measured, planned)
-        local = ((p.batch, batches.size_of(p.batch), p.position) for p in planned if p.batch is not None)
-        return in_step(local, self._lockstep, ahead=self.stateful is None)
+        # Rounds are as many on every rank: they are told by broadcasts. One may be without samples here.
+        measured = map(_measured, planned)
+        if self._world_size == 1:
+            return _with_samples((piece, piece.size) for piece in measured)
+        return _with_samples(_agreed(measured, self.stateful is None)) if self._lockstep else measured
 
     def state(self, within: bool) -> Any:
         """See `Feed.state`."""
@@ -282,14 +214,15 @@ class SharedLoaderFeed(Feed):
         rounds = self._rounds(epoch, start.taken)
         ahead: deque[list[Any]] = deque()
         waiting: deque[Any] = deque()
-        step = start.step
+        # The batch's place in the order: steps are fewer where a round was without samples.
+        position = start.taken + self._rank
 
         def take_rounds() -> None:
             # The loader asks for batches ahead of time and at its own moments. Broadcasts happen here alone, at the
             # same steps on every rank.
             for dealt in islice(rounds, self._depth - len(ahead)):
                 if self._rank < len(dealt):
-                    number = (step + len(ahead)) * self._world_size + self._rank
+                    number = position + len(ahead) * self._world_size
                     key = rng.mix(self._seed, rng.FETCH, epoch, number)
                     waiting.append(Keyed(dealt[self._rank], key, epoch))
                 ahead.append(dealt)
@@ -302,15 +235,14 @@ class SharedLoaderFeed(Feed):
             mine = self._rank < len(dealt)
             sizes = [len(indices) for indices in dealt] if self._sizes_known else [1] * len(dealt)
             batch = next(loaded) if mine else None
-            position = step * self._world_size + self._rank
-            step += 1
+            position += self._world_size
             take_rounds()
-            yield Piece(batch, sizes[self._rank] if mine else 0, sum(sizes), position)
+            yield Piece(batch, sizes[self._rank] if mine else 0, sum(sizes), position - self._world_size)
 
     def _rounds(self, epoch: int, taken: int) -> Iterator[list[Any]]:
         """The batches of indices of each step after so many batches, one a rank; fewer in the last."""
         per_broadcast = _BATCHES_PER_BROADCAST * self._world_size
-        order = _Order(self._given) if self._rank == 0 else ()
+        order = Order(self._given) if self._rank == 0 else ()
         drawn = islice(drawn_alike(order, self._seed, epoch, per_broadcast), taken, None)
         while True:
             chunk = group.broadcast_object(list(islice(drawn, per_broadcast)))
@@ -322,8 +254,38 @@ class SharedLoaderFeed(Feed):
 
 def _measured(piece: Piece) -> Piece:
     """A piece whose size the batch itself tells; no batch at all where a collate function has left no sample."""
-    size = batches.size_of(piece.batch) if piece.batch is not None else 0
+    size = batches.size_of(piece.batch)
     return Piece(piece.batch if size else None, size, size, piece.position)
+
+
+def _agreed(pieces: Iterator[Piece], ahead: bool) -> Iterator[tuple[Piece, int]]:
+    """Each round's piece, and its samples over all ranks, of which as many rounds are read on each.
+
+    Args:
+        pieces: One a round, with its own size.
+        ahead: As for `in_step`: the sums begin a round ahead, and nobody waits.
+    """
+    begun = ((piece, group.PendingSum(piece.size)) for piece in pieces)
+    for piece, total in _one_ahead(begun) if ahead else begun:
+        yield piece, total.wait()
+
+
+def _one_ahead(items: Iterator[T]) -> Iterator[T]:
+    """The items, each once the next one has been read. None of them is None."""
+    current = next(items, None)
+    while current is not None:
+        upcoming = next(items, None)
+        yield current
+        current = upcoming
+
+
+def _with_samples(rounds: Iterable[tuple[Piece, int]]) -> Iterator[Piece]:
+    """The rounds in which a rank has samples, each with how many were passed over; those without are no steps."""
+    passed = 0
+    for piece, total in rounds:
+        if total:
+            yield Piece(piece.batch, piece.size, total, piece.position, passed)
+        passed = 0 if total else passed + 1
 
 
 def iterable_loader(
@@ -368,12 +330,13 @@ def _with_order(loader: DataLoader[Any], sampler: RefillableSampler, batched: bo
     return _copied(loader, dataset=KeyedDataset(loader.dataset), **{place: sampler})
 
 
-def _with_shards(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
+def _with_shards(loader: DataLoader[Any], seed: int, told: bool = True) -> DataLoader[Any]:
+    """A copy that shares an iterable data set out; with `told` each batch comes with its items' positions."""
     from hapi.data.sharding import PositionedCollate, ShardedIterable
 
     dataset = ShardedIterable(
         cast(Iterable[Any], loader.dataset), group.get_rank(), group.get_world_size(), seed, turn=loader.batch_size or 1
     )
     copied = _copied(loader, dataset=dataset)
-    copied.collate_fn = PositionedCollate(loader.collate_fn, loader.batch_size is not None)
+    copied.collate_fn = PositionedCollate(loader.collate_fn, loader.batch_size is not None, told)
     return copied

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from hapi import rng
 from hapi.batch import map_tensors
 from hapi.data.feeds import BEGINNING, DatasetFeed, Feed, LocalFeed, Piece, SourceFeed, Start
-from hapi.data.loaders import iterable_loader, loader_feed, tell_of_the_sampler
 from hapi.data.order import GlobalOrder
 from hapi.data.sameness import same_data
 from hapi.data.sources import as_batch_source, is_columns
@@ -156,10 +155,7 @@ def _refuse_mistaken(data: Any, name: str) -> None:
 
 def _choose(data: Any, request: Request, device: torch.device) -> Feed:
     if isinstance(data, DataLoader):
-        if not request.lockstep and group.speaks_for_all():
-            tell_of_the_sampler(data, request.name == "test_data")
-        _refuse_options(request, "a DataLoader", "to the DataLoader")
-        return loader_feed(data, device, request.seed, request.lockstep, request.floats)
+        return _loader(data, request, device)
     if isinstance(data, IterableDataset) and not _is_batched_pipeline(data):
         return _iterable(data, request, device)
     source = as_batch_source(data, request.floats) if is_columns(data) or _is_map_style(data) else None
@@ -193,6 +189,16 @@ def _choose(data: Any, request: Request, device: torch.device) -> Feed:
         "nor iterable, nor tensors. Pass a Dataset, a DataLoader, tensors such as (x, y), or a list of batches"
         f"{foreign.cure_for(data)}."
     )
+
+
+def _loader(data: DataLoader[Any], request: Request, device: torch.device) -> Feed:
+    # Here and below: only for a process that reads such data.
+    from hapi.data import loaders
+
+    if not request.lockstep and group.speaks_for_all():
+        loaders.tell_of_the_sampler(data, request.name == "test_data")
+    _refuse_options(request, "a DataLoader", "to the DataLoader")
+    return loaders.loader_feed(data, device, request.seed, request.lockstep, request.floats)
 
 
 def has_own_batches(data: Any) -> bool:
@@ -272,6 +278,8 @@ def _iterable(data: IterableDataset[Any], request: Request, device: torch.device
             f"shuffle=True was given with {request.name} of type {type(data).__name__}, an iterable data set, whose "
             "order is its own. Leave shuffle out, and shuffle inside the data set."
         )
+    from hapi.data.loaders import iterable_loader
+
     world_size = group.get_world_size()
     batch_size = -(-request.global_batch(world_size) // world_size)
     loader = iterable_loader(

@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from hapi.batch import is_array, tensor_of
+from hapi.batch import is_array
+from hapi.data.sources import viewed
 from hapi.distributed import group
+
+_PIECE_BYTES = 64 << 20
 
 
 def same_data(data: Any, name: str) -> Any:
@@ -89,7 +92,7 @@ def _columns(data: Any) -> list[torch.Tensor]:
     parts = data.tensors if type(data) is TensorDataset else data.values() if isinstance(data, Mapping) else data
     if not isinstance(parts, tuple) and not isinstance(data, Mapping):
         parts = _images_and_targets(data)
-    return [part if isinstance(part, torch.Tensor) else tensor_of(part, torch.float64) for part in parts]
+    return [part if isinstance(part, torch.Tensor) else viewed(part, torch.float64) for part in parts]
 
 
 def _images_and_targets(data: Any) -> tuple[Any, ...]:
@@ -104,10 +107,15 @@ def _images_and_targets(data: Any) -> tuple[Any, ...]:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    # A copy in any case: to `contiguous` a dimension of size 1 may have any stride.
-    raw = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
-    content: Any = raw.view(torch.uint8).numpy() if raw.numel() else b""
-    return zlib.crc32(content)
+    checksum = 0
+    # Piece by piece, since it may be a map of a file that is larger than the memory.
+    rows = max(1, _PIECE_BYTES * len(tensor) // max(1, tensor.numel() * tensor.element_size())) if tensor.dim() else 1
+    for piece in torch.split(tensor.detach(), rows) if tensor.dim() else [tensor.detach()]:
+        # A copy in any case: to `contiguous` a dimension of size 1 may have any stride.
+        raw = piece.cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
+        content: Any = raw.view(torch.uint8).numpy() if raw.numel() else b""
+        checksum = zlib.crc32(content, checksum)
+    return checksum
 
 
 def _without_indices(levels: list[Any]) -> list[Any]:

@@ -149,15 +149,16 @@ def _in_place_of_worker_info(shown: _WatchedInfo | None) -> Iterator[None]:
 class PositionedCollate:
     """Collates the items of a `ShardedIterable`, keeping their positions beside the batch."""
 
-    def __init__(self, collate: Callable[[Any], Any], batched: bool) -> None:
+    def __init__(self, collate: Callable[[Any], Any], batched: bool, told: bool = True) -> None:
         self._collate = collate
         self._batched = batched
+        self._told = told
 
-    def __call__(self, items: Any) -> tuple[torch.Tensor, Any]:
-        """The positions, and the batch as the user's function makes it."""
-        if not self._batched:
-            return torch.tensor(items[0]), self._collate(items[1])
-        return torch.tensor([position for position, _ in items]), self._collate([item for _, item in items])
+    def __call__(self, items: Any) -> Any:
+        """The positions, and the batch as the user's function makes it; the batch alone where they are not `told`."""
+        positions, own = zip(*items, strict=True) if self._batched else items
+        batch = self._collate(list(own) if self._batched else own)
+        return (torch.tensor(positions), batch) if self._told else batch
 
 
 class _WatchedInfo:

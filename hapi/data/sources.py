@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
@@ -160,11 +161,25 @@ def is_columns(data: Any) -> bool:
     return bool(parts) and all(isinstance(item, torch.Tensor) or is_array(item) for item in parts)
 
 
+def viewed(array: Any, floats: torch.dtype | None) -> torch.Tensor:
+    """As `tensor_of`, but of a read-only array without a copy: a memory map may be larger than the memory.
+
+    Nobody may write to the tensor.
+    """
+    if array.flags.writeable or not array.ndim or min(array.strides) < 0:
+        return tensor_of(array, floats)
+    with warnings.catch_warnings():
+        # torch's, that it must not be written to.
+        warnings.simplefilter("ignore")
+        shared = torch.as_tensor(array)
+    return shared.to(tensor_of(array[:0], floats).dtype)
+
+
 def _as_stored(column: Any, floats: torch.dtype | None) -> torch.Tensor:
     if is_array(column):
         _refuse_objects(column)
         # Who wants doubles passes a tensor.
-        tensor = tensor_of(column, floats)
+        tensor = viewed(column, floats)
     else:
         tensor = column
     if tensor.dim() == 0:

@@ -339,10 +339,12 @@ class IterableFeed(Feed):
 
     def _numbered(self) -> Iterator[Local]:
         for positions, batch in self.read(self._loader):
-            if self.ordered and bool((positions < 0).any()):
-                self.ordered = False
-            whole = positions.dim() == 0
-            yield batch, batches.size_of(batch), int(positions) if whole else positions
+            self.ordered = self.ordered and not bool((positions < 0).any())
+            size = batches.size_of(batch)
+            if positions.dim() and len(positions) != size:
+                # A collate function has left items out, or made several rows of one: all stand at the first one.
+                positions = positions[:1].expand(size)
+            yield batch, size, positions if positions.dim() else int(positions)
 
     def state(self, within: bool) -> Any:
         """See `Feed.state`."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
 
 import hapi
 from hapi.callbacks import Callback, EarlyStopping, ModelCheckpoint
@@ -172,6 +173,11 @@ def collated(items):
     return torch.utils.data.default_collate(items)
 
 
+def leaving_out(items):
+    """No batch at all where the first label is 0."""
+    return collated(items) if items[0][1] else None
+
+
 class Drifting(Noisy):
     """Each sample depends on how many were given before it, which it can tell."""
 
@@ -184,6 +190,11 @@ class Drifting(Noisy):
 
     def load_state_dict(self, state):
         self.given = state["given"]
+
+
+def part_of_rank():
+    ranks = {"num_replicas": hapi.distributed.get_world_size(), "rank": hapi.distributed.get_rank()}
+    return DistributedSampler(range(ROWS), **ranks, drop_last=True)
 
 
 def loader(**options):
@@ -206,6 +217,8 @@ def data_of(kind: str):
         "loader": lambda: (loader(shuffle=True), {}),
         "loader of workers": lambda: (loader(shuffle=True, num_workers=2), {}),
         "loader with generator": lambda: (loader(shuffle=True, generator=torch.Generator().manual_seed(9)), {}),
+        "loader that leaves batches out": lambda: (loader(shuffle=True, collate_fn=leaving_out), {}),
+        "own order that leaves batches out": lambda: (loader(sampler=part_of_rank(), collate_fn=leaving_out), {}),
         "weighted sampler": lambda: (loader(sampler=weighted), {}),
         "list": lambda: (list(DataLoader(TensorDataset(X, Y), batch_size=4)), {}),
         "stream": lambda: (Stream(), ours),
@@ -228,7 +241,8 @@ def data_of(kind: str):
 
 KINDS = (
     "tensors", "dataset", "workers", "accumulating", "bf16", "fp16", "capped", "loader", "loader of workers",
-    "loader with generator", "weighted sampler", "list", "stream", "stateful", "stateful stream",
+    "loader with generator", "loader that leaves batches out", "own order that leaves batches out", "weighted sampler",
+    "list", "stream", "stateful", "stateful stream",
     "stateful stream in a loader", "stateful part", "stateful start", "stateful order",
     "stateful, asks workers", "stateful batches", "stateful rows, own collate", "stateful rows",
     "stateful rows in a loader",
