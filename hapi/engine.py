@@ -212,7 +212,7 @@ class Engine:
                 load_optimizer(prepared.optimizer, state["optimizer"])
             except ValueError:
                 if prepared.schedule is not None and before is not None:
-                    prepared.schedule.restore(before)
+                    prepared.schedule.scheduler.load_state_dict(before)
                 raise
         prepared.objective.restore(state["loss"])
         checkpoint.restore_passing_buffers(self.network, state["buffers"])

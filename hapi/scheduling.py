@@ -39,6 +39,7 @@ class Schedule:
             )
         self.scheduler = scheduler
         self.interval = interval or default_interval(scheduler)
+        self._is_restored = False
 
     def check(self, names: Sequence[str], updates: int | None) -> None:
         """Called before the first epoch.
@@ -51,18 +52,29 @@ class Schedule:
             ValueError: The value that the scheduler watches is not among the names, or it ends before training does.
         """
         if isinstance(self.scheduler, lr_scheduler.OneCycleLR) and self.interval == "step" and updates is not None:
-            total, done = int(self.scheduler.total_steps), int(self.scheduler.last_epoch)
-            if done + updates > total:
-                raise ValueError(
-                    f"OneCycleLR was made for {total} steps, of which {done} are taken, but {updates} optimizer steps "
-                    f"are to come. Write total_steps={done + updates}."
-                )
+            self._check_length(int(self.scheduler.total_steps), int(self.scheduler.last_epoch), updates)
         if self.needs_metric and "val_loss" not in names:
             raise ValueError(
                 "The scheduler ReduceLROnPlateau watches val_loss, but fit has no eval_data, so that it would never "
                 "move. Write fit(train_data, eval_data), or use the callback "
                 'hapi.callbacks.ReduceLROnPlateau(monitor="loss") instead.'
             )
+
+    def _check_length(self, total: int, done: int, updates: int) -> None:
+        if done + updates <= total:
+            return
+        if self._is_restored:
+            # What the script writes now was replaced by what was saved.
+            raise ValueError(
+                f"OneCycleLR goes on from a checkpoint, whose cycle has {total} steps, of which {done} are taken, but "
+                f"{updates} optimizer steps are to come. Train as long as that run was to, with its epochs, batch_size "
+                "and accumulate_grad_batches, or load the weights alone by model.load(path, reset_optimizer=True) and "
+                "begin a new cycle by a fit without resume."
+            )
+        raise ValueError(
+            f"OneCycleLR was made for {total} steps, of which {done} are taken, but {updates} optimizer steps "
+            f"are to come. Write total_steps={done + updates}."
+        )
 
     def restore(self, state: dict[str, Any]) -> None:
         """Put a saved state in.
@@ -79,6 +91,7 @@ class Schedule:
                 f"The saved scheduler state does not fit this {type(self.scheduler).__name__} ({error!r}). "
                 "Prepare the scheduler that was saved, or pass reset_optimizer=True."
             ) from error
+        self._is_restored = True
 
     def after_step(self) -> None:
         """Called after each optimizer step that really happened."""

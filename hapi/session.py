@@ -23,6 +23,7 @@ from hapi.distributed import group
 
 if TYPE_CHECKING:
     from hapi.model import Model
+    from hapi.resuming import Resumed
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
     begun = (0, model.epochs_trained) if resumed is None else (resumed.iterations, resumed.first_epoch)
     params = _fit_params(model, options, train, evaluation, begun[1])
     if engine.prepared.schedule is not None:
-        engine.prepared.schedule.check(params["metrics"], _planned_updates(params, options))
+        engine.prepared.schedule.check(params["metrics"], _planned_updates(params, options, train, resumed))
     _refuse_unwritable([options.save_dir, *(getattr(callback, "save_dir", None) for callback in chosen)])
     run = loop.Run(model, engine.split, stepper, engine.prepared.metrics, CallbackList(chosen, model, params), seed)
     cursor = Cursor(train, evaluation, lambda: stepper.learning_rate, *begun)
@@ -116,12 +117,27 @@ def _agreed_callbacks(model: Model, eval_data: Any, callbacks: Any, options: Fit
     return chosen
 
 
-def _planned_updates(params: dict[str, Any], options: FitOptions) -> int | None:
-    """Optimizer steps of a fit that runs to its end; None where the data does not tell its length."""
-    if params["steps"] is None or options.num_iters is not None:
+def _planned_updates(params: dict[str, Any], options: FitOptions, train: Feed, resumed: Resumed | None) -> int | None:
+    """Optimizer steps to come in a fit that runs to its end; None where that is not known beforehand."""
+    if train.steps is None or options.num_iters is not None:
         return None
-    updates: int = -(-params["steps"] // options.accumulate_grad_batches)
-    return updates * int(params["last_epoch"] - params["first_epoch"])
+    epochs = int(params["last_epoch"] - params["first_epoch"])
+    if epochs <= 0 or (resumed is not None and resumed.stopped):
+        return 0
+    first = train.steps - _steps_taken(train, resumed)
+    updates, of_first = (-(-steps // options.accumulate_grad_batches) for steps in (train.steps, first))
+    return updates * (epochs - 1) + of_first
+
+
+def _steps_taken(train: Feed, resumed: Resumed | None) -> int:
+    """Steps of its first epoch that a resumed run has behind it, counted in batches of this many ranks."""
+    if resumed is None or resumed.within is None or train.steps is None:
+        return 0
+    start = resumed.within.start
+    # Where ranks share an order, another number of them may have taken the steps. Of a step that falls between two of
+    # theirs it is not known whether the epoch has one more: it counts as taken, so that no right total is refused.
+    taken = start.step if train.stride is None else -(-start.taken // train.stride)
+    return min(taken, train.steps)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from torch.optim import SGD, lr_scheduler
 
 import hapi
-from hapi.callbacks import Callback, LRScheduler
+from hapi.callbacks import Callback, LRScheduler, ModelCheckpoint
 
 X = torch.randn(20, 4, generator=torch.Generator().manual_seed(1))
 Y = X[:, :3].argmax(1)
@@ -189,6 +190,75 @@ def test_a_call_that_ends_early_counts_the_steps_taken() -> None:
     rates, _ = fit(subject, num_iters=7)
     assert rates == curve(one_cycle, 7)
     assert fit(subject, num_iters=8)[0] == curve(one_cycle, 15)[7:]
+
+
+class Ended(Exception):
+    pass
+
+
+class EndsAt(Callback):
+    """Ends the run when so many steps are done and saved."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_begin(self, step: int, logs: Any = None) -> None:
+        if self.model.steps_trained == self.step:
+            raise Ended
+
+    def on_eval_begin(self, logs: Any = None) -> None:
+        self.on_train_batch_begin(0)
+
+
+@pytest.mark.parametrize(("accumulate", "cuts"), [(1, (1, 7, 10, 14)), (2, (2, 7, 10, 14)), (3, (3, 8, 13))])
+def test_a_cycle_of_just_the_run_s_steps_goes_on_wherever_the_run_was_ended(
+    tmp_path: Path, accumulate: int, cuts: tuple[int, ...]
+) -> None:
+    make = partial(lr_scheduler.OneCycleLR, max_lr=2.0, total_steps=3 * -(-STEPS // accumulate))
+    options = {"eval_data": (X, Y), "seed": 3, "accumulate_grad_batches": accumulate}
+    straight = model(make)
+    rates, epochs = fit(straight, **options)
+    for cut in cuts:
+        saving = {**options, "save_dir": tmp_path / str(cut)}
+        with pytest.raises(Ended):
+            fit(model(make), callbacks=[ModelCheckpoint(every_n_steps=1), EndsAt(cut)], **saving)
+        resumed = model(make)
+        assert fit(resumed, resume=True, **saving) == (rates[cut:], epochs), cut
+        assert all(map(torch.equal, resumed.parameters(), straight.parameters())), cut
+        assert resumed.scheduler.last_epoch == resumed.scheduler.total_steps
+
+
+def test_a_cycle_that_ends_before_a_resumed_run_is_refused(tmp_path: Path) -> None:
+    def ended(epochs: int, total: int) -> None:
+        make = partial(lr_scheduler.OneCycleLR, max_lr=2.0, total_steps=total)
+        fit(model(make), epochs, save_dir=tmp_path, resume=True)
+
+    make = partial(lr_scheduler.OneCycleLR, max_lr=2.0, total_steps=15)
+    with pytest.raises(Ended):
+        fit(model(make), callbacks=[ModelCheckpoint(every_n_steps=1), EndsAt(7)], save_dir=tmp_path)
+    for total in (15, 20):
+        # Whatever the script writes now: the saved cycle's length holds.
+        with pytest.raises(ValueError, match=r"has 15 steps, of which 7 are taken, but 13 .*reset_optimizer=True"):
+            ended(4, total)
+    ended(3, 15)
+    # Nothing is left to train.
+    ended(2, 15)
+    # As the error says.
+    subject = model(None)
+    subject.load(tmp_path / "3", reset_optimizer=True)
+    subject.prepare(subject.optimizer, nn.CrossEntropyLoss(), scheduler=one_cycle(subject.optimizer))
+    assert fit(subject)[0] == curve(one_cycle, 15)
+
+
+def test_a_run_that_was_told_to_stop_needs_no_more_of_its_cycle(tmp_path: Path) -> None:
+    class Stops(Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.stop_training = True
+
+    fit(model(one_cycle), callbacks=[Stops()], save_dir=tmp_path)
+    resumed = model(one_cycle)
+    fit(resumed, epochs=9, save_dir=tmp_path, resume=True)
+    assert resumed.epochs_trained == 1
 
 
 def test_tensor_learning_rate() -> None:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
+
 import pytest
 import resume_within
-from resume_within import ROWS
+import torch
+from ranks import alone, same
+from resume_within import ROWS, Ended, EndsAt
+from torch import nn
+
+import hapi
+from hapi.callbacks import ModelCheckpoint
 
 FEW = ("dataset", "accumulating", "loader", "loader that leaves batches out", "stream")
 OTHERS = tuple(kind for kind in resume_within.KINDS if kind not in FEW)
@@ -51,3 +60,35 @@ def on(ranks, world, *arguments):
     if world == 1:
         return [resume_within.read_part(*arguments)]
     return ranks(world).run(resume_within.read_part, *arguments)
+
+
+def cycled(folder: Path, cut: int | None, total: int = 24, **batch: int) -> tuple[list[float], int]:
+    """A run with a cycle, whole or ended at one of its steps; it goes on from what is in the folder."""
+    torch.manual_seed(1)
+    net = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total)
+    model = hapi.Model(net).prepare(optimizer, nn.CrossEntropyLoss(), scheduler=cycle)
+    stop = [] if cut is None else [EndsAt(cut)]
+    with contextlib.suppress(Ended):
+        model.fit(
+            (resume_within.X, resume_within.Y), epochs=3, seed=3, verbose=0, save_dir=folder, resume=True,
+            callbacks=[ModelCheckpoint(every_n_steps=1), *stop], **(batch or {"global_batch_size": 6}),
+        )  # fmt: skip
+    return net.weight.flatten().tolist(), model.scheduler.last_epoch
+
+
+def in_threes(folder: Path, cut: int | None) -> int:
+    """With batches of three a rank, so that an epoch has 8 steps on two ranks and 16 on one."""
+    return cycled(folder, cut, total=8 + 8 + 5 + 6, batch_size=3)[1]
+
+
+def test_a_cycle_of_just_the_run_s_steps_goes_on_at_another_number_of_ranks(ranks, tmp_path):
+    straight = alone(cycled, tmp_path / "straight", None)
+    for cut, world in ((5, 3), (11, 2), (21, 3)):
+        assert same(ranks(world).run(cycled, tmp_path / "cut", cut))[1] == cut
+    weights, steps = alone(cycled, tmp_path / "cut", None)
+    assert steps == straight[1] == 24 and weights == pytest.approx(straight[0], rel=1e-5)
+    # Five steps on two ranks have taken as much as ten on one, which leaves six.
+    assert same(ranks(2).run(in_threes, tmp_path / "threes", 21)) == 21
+    assert alone(in_threes, tmp_path / "threes", None) == 27
