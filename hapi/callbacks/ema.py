@@ -69,7 +69,10 @@ class EMA(Callback):
         self._pairs: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._held = 0
         self._training = False
+        # Evaluations, predictions and `applied` may lie within each other: the outermost puts the averages in.
         self._uses = 0
+        self._applied = 0
+        self._network: nn.Module | None = None
         self._weights: dict[str, Tensor] = {}
         self._handles: dict[str, Any] = {}
 
@@ -87,8 +90,8 @@ class EMA(Callback):
         self._leave()
 
     def on_exception(self, exc: BaseException) -> None:
-        """Stop averaging, and put the weights back."""
-        self._leave()
+        """Stop averaging, and put the weights back; not within `applied`, which does so itself."""
+        self._leave(self._applied)
 
     def on_eval_begin(self, logs: Logs | None = None) -> None:
         """Put the averages in."""
@@ -108,7 +111,7 @@ class EMA(Callback):
         """Put the weights back."""
         if self._training and not self.in_evaluation:
             return
-        self._restore(self.model.network)
+        self._restore()
 
     def on_predict_begin(self, logs: Logs | None = None) -> None:
         """Put the averages in."""
@@ -117,7 +120,7 @@ class EMA(Callback):
 
     def on_predict_end(self, logs: Logs | None = None) -> None:
         """Put the weights back."""
-        self._restore(self.model.network)
+        self._restore()
 
     @contextmanager
     def _as_evaluated(self) -> Iterator[None]:
@@ -146,10 +149,12 @@ class EMA(Callback):
                 "ema.applied(hapi.Model(network)), or leave it out after a fit."
             )
         self._apply(None if owner is None else owner.network)
+        self._applied += 1
         try:
             yield
         finally:
-            self._restore(owner.network)
+            self._applied = max(self._applied - 1, 0)
+            self._restore()
 
     def load(self, path: str | os.PathLike[str], number: int = 0) -> None:
         """Take the averages of a checkpoint. Called on every rank.
@@ -249,29 +254,38 @@ class EMA(Callback):
                 "EMA was to put averages into the network, but has none yet. Write model.fit(..., callbacks=ema) "
                 'before it, or ema.load("checkpoints/final") and ema.applied(model).'
             )
+        if not self._uses:
+            live = _tensors(network)
+            _refuse_others(self._averages, live)
+            targets = [live[name].detach() for name in self._averages]
+            self._weights = {name: target.clone() for name, target in zip(self._averages, targets, strict=True)}
+            self._network = network
+            torch._foreach_copy_(targets, list(self._averages.values()))
+        elif network is not self._network:
+            raise RuntimeError(
+                "EMA was to put averages into a second network, but it holds the weights of a first one, and can do so "
+                "for one at a time. Leave ema.applied() or the evaluation of the first before, or write "
+                "another = EMA() and another.load(path) for the second."
+            )
+        # What was refused above is no use that anything would end.
         self._uses += 1
-        if self._uses > 1:
-            return
-        live = _tensors(network)
-        _refuse_others(self._averages, live)
-        targets = [live[name].detach() for name in self._averages]
-        self._weights = {name: target.clone() for name, target in zip(self._averages, targets, strict=True)}
-        torch._foreach_copy_(targets, list(self._averages.values()))
 
     @torch.no_grad()
-    def _restore(self, network: nn.Module) -> None:
+    def _restore(self) -> None:
         self._uses = max(self._uses - 1, 0)
-        if self._uses or not self._weights:
+        if self._uses or self._network is None:
             return
-        live = _tensors(network)
+        live = _tensors(self._network)
         torch._foreach_copy_([live[name].detach() for name in self._weights], list(self._weights.values()))
-        self._weights = {}
+        self._weights, self._network = {}, None
         self._let_go("saving")
 
-    def _leave(self) -> None:
-        if self._weights:
+    def _leave(self, uses: int = 0) -> None:
+        """Stop averaging; of the uses under way so many stay."""
+        if self._uses and not uses:
             self._uses = 1
-            self._restore(self.model.network)
+            self._restore()
+        self._uses = self._applied = uses
         self._let_go("step")
         self._training = False
 
@@ -282,6 +296,9 @@ class EMA(Callback):
 
     def _give_weights(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         """A state dict's hook: of each averaged tensor, under all its names, the weight that training goes on with."""
+        if self._applied:
+            # It is the averages that are to be saved.
+            return
         weights = {id(tensor): self._weights.get(name) for name, tensor in _tensors(module).items()}
         named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
         for name, tensor in named:

@@ -307,3 +307,101 @@ def test_averages_are_put_into_a_model() -> None:
         ema.applied(network()),
     ):
         pass
+
+
+def saved(path: Path) -> dict[str, torch.Tensor]:
+    return dict(torch.load(f"{path}.pt", weights_only=True))
+
+
+def wider() -> hapi.Model:
+    return model(nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Dropout(0.2), nn.Linear(9, 3)))
+
+
+@pytest.mark.parametrize("use", ["applied", "evaluate", "predict"])
+def test_a_use_that_was_refused_leaves_it_as_it_was(use: str) -> None:
+    subject, plain, ema = model(), model(), EMA(0.7)
+    fit(subject, ema)
+    fit(plain, EMA(0.7))
+    averaged, weights = averages(ema), state(subject.network)
+    other = wider()
+    with pytest.raises(ValueError, match="another network"):
+        if use == "applied":
+            with ema.applied(other):
+                pass
+        elif use == "evaluate":
+            other.evaluate((X, Y), verbose=0, callbacks=ema)
+        else:
+            other.predict(X, verbose=0, callbacks=ema)
+    with ema.applied(subject):
+        assert equal(state(subject.network), averaged)
+    assert equal(state(subject.network), weights)
+    assert fit(subject, ema) == fit(plain, EMA(0.7))
+
+
+def test_an_error_within_applied_leaves_the_averages_until_its_end(tmp_path: Path) -> None:
+    class Fails(Callback):
+        def on_eval_batch_end(self, step: int, logs: Any = None) -> None:
+            raise Ended
+
+    subject, ema = model(), EMA(0.7)
+    fit(subject, ema)
+    averaged, weights = averages(ema), state(subject.network)
+    with ema.applied():
+        with pytest.raises(Ended):
+            subject.evaluate((X, Y), verbose=0, callbacks=[ema, Fails()])
+        # Another network's error is none of this one's.
+        with pytest.raises(RuntimeError, match=r"a second network, but .*another\.load\(path\)"):
+            wider().evaluate((X, Y), verbose=0, callbacks=ema)
+        subject.save(tmp_path / "averaged")
+    assert equal(saved(tmp_path / "averaged"), averaged) and equal(state(subject.network), weights)
+    assert not subject.network._state_dict_hooks
+
+
+def test_an_error_within_applied_ends_with_it() -> None:
+    subject, ema = model(), EMA(0.7)
+    fit(subject, ema)
+    weights = state(subject.network)
+    with pytest.raises(Ended), ema.applied(), ema.applied():
+        raise Ended
+    assert equal(state(subject.network), weights)
+
+
+def test_saves_within_applied_are_of_the_averages_and_within_an_evaluation_of_the_weights(tmp_path: Path) -> None:
+    class Saves(Callback):
+        """Predicts and applies the averages within an evaluation, and saves before, meanwhile and afterwards."""
+
+        def on_eval_begin(self, logs: Any = None) -> None:
+            self.model.predict(X, verbose=0, callbacks=ema)
+            self.model.save(tmp_path / "weights 1")
+            with ema.applied():
+                self.model.save(tmp_path / "averages 1")
+            self.model.save(tmp_path / "weights 2")
+
+    subject, ema = model(), EMA(0.7)
+    fit(subject, ema)
+    averaged, weights = averages(ema), state(subject.network)
+    options: dict[str, Any] = {"batch_size": 4, "verbose": 0}
+    value = subject.evaluate((X, Y), callbacks=ema, **options)
+    with ema.applied():
+        assert subject.evaluate((X, Y), callbacks=ema, **options) == value
+        subject.save(tmp_path / "averages 2")
+        with ema.applied():
+            subject.predict(X, callbacks=ema, **options)
+        subject.save(tmp_path / "averages 3")
+    subject.save(tmp_path / "weights 3")
+    assert subject.evaluate((X, Y), callbacks=[ema, Saves()], **options) == value
+    subject.save(tmp_path / "weights 4")
+    assert not subject.network._state_dict_hooks
+    for number in (1, 2, 3):
+        assert equal(saved(tmp_path / f"averages {number}"), averaged), number
+    for number in (1, 2, 3, 4):
+        assert equal(saved(tmp_path / f"weights {number}"), weights), number
+
+
+def test_a_fit_within_applied_trains_the_weights() -> None:
+    plain, subject, ema = model(), model(), EMA(0.7)
+    fit(plain, EMA(0.7))
+    fit(subject, ema)
+    with ema.applied():
+        again = fit(subject, ema)
+    assert again == fit(plain, EMA(0.7)) and equal(state(subject.network), state(plain.network))
