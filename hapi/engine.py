@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,8 +44,9 @@ class Engine:
         """Of the fit under way."""
         self.fits = 0
         """Calls of fit in this process."""
-        self.left: dict[str, Any] | None = None
-        """The cursor's state at the end of the last fit; the data itself is let go."""
+        self.left: tuple[dict[str, Any], int] | None = None
+        """The cursor's state at the end of the last fit, or of a checkpoint that was loaded since, and of how many
+        ranks it is; the data itself is let go."""
         self._steps = (train_step, eval_step)
         self._overrides_steps = any(map(is_overridden, self._steps))
         self._stepper: Stepper | None = None
@@ -55,13 +56,31 @@ class Engine:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of a Model, pickled or deep, takes no part in the call under way, and leaves the data where it is.
-        left = self.left if self.cursor is None else self.cursor.state()
-        return {**vars(self), "cursor": None, "left": left, "running": [], "_stepper": None}
+        return {**vars(self), "cursor": None, "left": self._place(), "running": [], "_stepper": None}
 
     def end_fit(self) -> None:
         """After a fit: what a later save has to know of it is kept."""
-        if self.cursor is not None:
-            self.left, self.cursor = self.cursor.state(), None
+        self.left, self.cursor = self._place(), None
+
+    def _place(self) -> tuple[dict[str, Any], int] | None:
+        """How far the run has come, and of how many ranks that is told."""
+        return self.left if self.cursor is None else (self.cursor.state(), group.get_world_size())
+
+    def move_to(self, position: Mapping[str, Any] | None) -> None:
+        """After a load: a later save tells of the run that was loaded, and no longer of the fit before it.
+
+        Within a call nothing changes: a fit under way is where it is, whatever its callbacks load.
+
+        Args:
+            position: Of `training_state`; None: weights alone were loaded, which have no place in a run.
+        """
+        if self.running:
+            return
+        self.cursor = self.left = None
+        if position is not None:
+            self.seed = position["seed"]
+            if position["cursor"] is not None:
+                self.left = position["cursor"], position["world_size"]
 
     def prepare(self, prepared: Prepared) -> None:
         """Take over what `Model.prepare` was given; the network is wrapped anew at the next call."""
@@ -174,7 +193,7 @@ class Engine:
 
     def training_state(self, counters: dict[str, int]) -> dict[str, Any]:
         """What goes into `path.opt.pt`: one entry for each of `checkpoint.TRAINING_STATES`."""
-        prepared = self.prepared
+        prepared, place = self.prepared, self._place()
         return {
             "loss": prepared.objective.learned(),
             "buffers": checkpoint.passing_buffers(self.network),
@@ -186,9 +205,9 @@ class Engine:
                 "seed": self.seed,
                 "begun": self.begun,
                 "run": group.run_name(),
-                "world_size": group.get_world_size(),
+                "world_size": group.get_world_size() if place is None else place[1],
                 "threads": torch.get_num_threads(),
-                "cursor": self.left if self.cursor is None else self.cursor.state(),
+                "cursor": None if place is None else place[0],
                 "form": None if self._stepper is None else self._stepper.form,
                 "fit": self.fits,
                 "frozen": [name for name, p in self.network.named_parameters() if not p.requires_grad],

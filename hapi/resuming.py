@@ -68,7 +68,9 @@ def load(
     if training is not None and not skipped:
         model.epochs_trained = training["counters"]["epochs_trained"]
         model.steps_trained = training["counters"]["steps_trained"]
+        model._engine.move_to(training["position"])
         return training
+    model._engine.move_to(None)
     return None
 
 

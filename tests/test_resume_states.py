@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -280,6 +281,61 @@ def test_a_checkpoint_of_no_fit_is_gone_on_from(tmp_path: Path) -> None:
         fresh = model()
         fit(fresh, tmp_path / "d", epochs, resume=resume)
         assert fresh.epochs_trained == epochs
+
+
+class EndsAfter(Callback):
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_begin(self, step: int, logs: Any = None) -> None:
+        if self.model.steps_trained == self.steps:
+            raise Ended
+
+
+@pytest.mark.parametrize("name", ["1", "step_8", "step_10"])
+@pytest.mark.parametrize("after", ["nothing", "a fit", "a fit that was ended"])
+def test_a_copy_by_load_and_save_is_gone_on_from_as_the_checkpoint_itself(
+    tmp_path: Path, name: str, after: str
+) -> None:
+    straight, copying, resumed = model(), model(), model()
+    keep = ModelCheckpoint(every_n_steps=2, keep_last=9)
+    fit(straight, tmp_path / "a", 3, callbacks=keep)
+    if after != "nothing":
+        # Another run, whose place and seed are none of the copy's.
+        cut = [EndsAfter(13)] if after == "a fit that was ended" else []
+        with contextlib.suppress(Ended):
+            copying.fit((X, Y), batch_size=4, epochs=3, seed=1, verbose=0, callbacks=cut)
+    copying.load(tmp_path / "a" / name)
+    copying.save(tmp_path / "b" / "copy")
+    resumed.fit((X, Y), batch_size=5, epochs=3, seed=5, verbose=0, resume=tmp_path / "b" / "copy")
+    assert same(straight, resumed)
+    assert (resumed.epochs_trained, resumed.steps_trained) == (3, straight.steps_trained)
+
+
+def test_weights_alone_have_no_place_in_a_run(tmp_path: Path) -> None:
+    subject = model()
+    fit(model(), tmp_path / "a", 1)
+    with pytest.raises(Ended):
+        fit(subject, tmp_path / "b", 3, callbacks=EndsAfter(8))
+    subject.load(tmp_path / "a" / "1", reset_optimizer=True)
+    subject.save(tmp_path / "c" / "mixed")
+    position = torch.load(tmp_path / "c" / "mixed.opt.pt", weights_only=True)["position"]
+    assert position["cursor"] is None and position["seed"] == 7
+
+
+def test_a_load_within_a_fit_moves_nothing_but_what_it_loads(tmp_path: Path) -> None:
+    class Loads(Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 1:
+                self.model.load(tmp_path / "a" / "1", reset_optimizer=True)
+                self.model.load(tmp_path / "a" / "1")
+                self.model.epochs_trained, self.model.steps_trained = 2, 10
+
+    straight, resumed = model(), model()
+    fit(model(), tmp_path / "a", 1)
+    straight.fit((X, Y), batch_size=5, epochs=4, seed=9, verbose=0, save_dir=tmp_path / "b", callbacks=Loads())
+    resumed.fit((X, Y), batch_size=5, epochs=4, verbose=0, resume=tmp_path / "b" / "2")
+    assert same(straight, resumed)
 
 
 def test_a_fit_after_another_counts_its_own_epochs_when_it_goes_on(tmp_path: Path) -> None:

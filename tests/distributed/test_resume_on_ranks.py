@@ -92,3 +92,20 @@ def test_a_cycle_of_just_the_run_s_steps_goes_on_at_another_number_of_ranks(rank
     # Five steps on two ranks have taken as much as ten on one, which leaves six.
     assert same(ranks(2).run(in_threes, tmp_path / "threes", 21)) == 21
     assert alone(in_threes, tmp_path / "threes", None) == 27
+
+
+def copied(path: Path, to: Path) -> None:
+    """Load and save again, as a script does that renames a checkpoint."""
+    net = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=24)
+    model = hapi.Model(net).prepare(optimizer, nn.CrossEntropyLoss(), scheduler=cycle)
+    model.load(path)
+    model.save(to)
+
+
+def test_a_copy_that_another_number_of_ranks_has_made_is_gone_on_from_as_the_checkpoint_itself(ranks, tmp_path):
+    straight = same(ranks(2).run(cycled, tmp_path / "straight", None))
+    assert same(ranks(2).run(cycled, tmp_path / "cut", 11))[1] == 11
+    copied(tmp_path / "cut" / "step_11", tmp_path / "again" / "copy")
+    assert same(ranks(2).run(cycled, tmp_path / "again", None)) == straight
