@@ -240,13 +240,16 @@ class CallbackList:
         Args:
             epoch: The epoch's number, from 0.
             logs: Its values.
-            agree: Called once, before those that save: what the others have asked for is then known to all ranks.
+            agree: Called before those that save: what the others have asked for is then known to all ranks. A
+                collective: once an epoch, and once more for each `EarlyStopping`, which saves and asks itself.
         """
         agreed = False
         for callback in self.callbacks:
-            if not agreed and isinstance(callback, Saver):
+            # All ranks have these: nothing that a rank alone may have is among them.
+            if not agreed and callback._on_all_ranks and callback._place >= SAVING:
                 agree()
-                agreed = True
+                # Those that are left ask for nothing.
+                agreed = isinstance(callback, Saver)
             callback.on_epoch_end(epoch, dict(logs))
         if not agreed:
             agree()

@@ -11,7 +11,7 @@ from torch import nn
 
 import hapi
 from hapi import files
-from hapi.callbacks import EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
+from hapi.callbacks import Callback, EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
 from hapi.callbacks.base import callbacks_alike
 
 X, Y = torch.randn(20, 4, generator=torch.Generator().manual_seed(1)), torch.arange(20) % 2
@@ -89,6 +89,26 @@ def test_early_stopping_saves_before_the_epoch_s_own(
     killed_before(name, tmp_path, best(), save_freq=save_freq)
     fit(tmp_path, best(), ModelCheckpoint(save_freq), resume=True)
     assert names(tmp_path) == expected | {"best_model", "final"}
+
+
+class Budget(Callback):
+    """Has had enough after the second epoch."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            self.model.stop_training = True
+
+
+def test_the_best_model_of_early_stopping_knows_that_the_run_was_ended(tmp_path: Path) -> None:
+    # A callback of the user's own, and another of its kind, which never improves.
+    for number, ends in enumerate((Budget(), EarlyStopping("loss", "max", patience=1, verbose=0))):
+        folder, best = tmp_path / str(number), EarlyStopping("loss", patience=9, verbose=0)
+        straight = fit(tmp_path / f"straight {number}", ends, best)
+        killed_before("2", folder, ends, best)
+        # It goes on from the best model, which was saved just before.
+        resumed = fit(folder, ends, best, ModelCheckpoint(), resume=True)
+        assert resumed.epochs_trained == straight.epochs_trained == 2
+        assert names(folder) == {"1", "2", "best_model", "final"}
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

@@ -135,6 +135,22 @@ def test_buffers_are_exchanged_once_an_optimizer_step(ranks, accumulate):
     assert counts["buffers"] == counts["gradients"] == 15 // accumulate
 
 
+def count_epochs(epochs: int, *kinds: str) -> dict[str, int]:
+    made = {"stopping": lambda: hapi.callbacks.EarlyStopping("loss", patience=99, save_best_model=False, verbose=0)}
+    with counted() as counts:
+        prepared().fit(ramp(4), batch_size=2, epochs=epochs, callbacks=[made[kind]() for kind in kinds], verbose=0)
+    return dict(counts)
+
+
+def test_an_epoch_costs_one_meeting_for_each_early_stopping(ranks):
+    def an_epoch(*kinds: str) -> int:
+        few, many = (same(ranks(2).run(count_epochs, epochs, *kinds))["all_reduce MAX"] for epochs in (8, 15))
+        return many - few
+
+    assert an_epoch("stopping") - an_epoch() == 7
+    assert an_epoch("stopping", "stopping") - an_epoch() == 2 * 7
+
+
 def count_passes(batches: int) -> list[dict[str, int]]:
     model = prepared(metrics=[hapi.metrics.MeanAbsoluteError(), hapi.metrics.MeanSquaredError()])
     found = []

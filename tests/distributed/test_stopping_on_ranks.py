@@ -95,6 +95,20 @@ def test_within_an_epoch_all_ranks_stop_at_the_next_meeting(ranks):
     assert same(ranks(2).run(stop_within_an_epoch)) == 15
 
 
+def stop_with_a_best_model(rank: int, folder: str) -> tuple[int, bool]:
+    """One rank asks after the second epoch, which is the best so far; what the best model says of it."""
+    model = prepared()
+    stops = [StopAt(rank, "on_epoch_end", 1), hapi.callbacks.EarlyStopping("loss", patience=9, verbose=0)]
+    model.fit(ramp(4), batch_size=1, epochs=9, callbacks=stops, save_dir=folder, verbose=0)
+    content = torch.load(f"{folder}/best_model.opt.pt", weights_only=True)
+    return content["counters"]["epochs_trained"], content["position"]["cursor"]["stopped"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_best_model_knows_of_a_request_of_any_rank(ranks, tmp_path, rank):
+    assert same(ranks(2).run(stop_with_a_best_model, rank, str(tmp_path))) == (2, True)
+
+
 def stop_and_go_on() -> list[int]:
     """The request is for one fit only."""
     model = prepared()
