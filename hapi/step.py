@@ -100,16 +100,12 @@ class Stepper:
         self._last_rate: float | torch.Tensor = 0.0
         self._form: _Form | None = None
         self._divides = False
-        self._meets_in_forward = False
-        self._without_samples: Inputs | None = None
         self.window_open = False
         """Whether gradients lie there that no update has taken yet."""
         self.exchange = GradientExchange(
             Replica(network, prepared.objective.module, self._compute), prepared.ddp_options
         )
-        self._held = self._count_held()
-        # Walking the modules takes longer than clearing the gradients.
-        self._parameters = list(self.exchange.replica.parameters())
+        self._take_parameters()
         if prepared.scaler is None:
             prepared.scaler = prepared.precision.make_scaler(device)
         if prepared.scaler is not None and prepared.scaler_state:
@@ -125,15 +121,18 @@ class Stepper:
         self._form = None
         if form is not None and form[2] == self.prepared.objective.counts:
             self._form = _Form(*form[:2])
-        synced = any(isinstance(module, nn.SyncBatchNorm) for module in self.network.modules())
-        self._meets_in_forward, self._without_samples = synced and self._world_size > 1, None
         self._take_parameters()
         self.clear()
 
     def _take_parameters(self) -> None:
+        """See what the network has now; at its making too, for batches that belong to no fit."""
         self._held = self._count_held()
         self.exchange.begin()
+        # Walking the modules takes longer than clearing the gradients.
         self._parameters = list(self.exchange.replica.parameters())
+        synced = any(isinstance(module, nn.SyncBatchNorm) for module in self.network.modules())
+        self._meets_in_forward = synced and self._world_size > 1
+        self._without_samples: Inputs | None = None
 
     def _count_held(self) -> int:
         """How many parameters the optimizer holds."""

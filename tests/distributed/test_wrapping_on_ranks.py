@@ -284,3 +284,23 @@ def behind_a_frozen_layer() -> list[float]:
 
 def test_normalisation_over_ranks_behind_a_frozen_layer(ranks):
     assert same(ranks(4).run(behind_a_frozen_layer)) == pytest.approx(alone(behind_a_frozen_layer), rel=1e-4, abs=1e-6)
+
+
+@on_the_cpu
+def batches_of_no_fit() -> list[list[float]]:
+    """Three batches in a loop of the user's own, of which the first rank has all samples, or each one a share."""
+    net = Normalised()
+    model = hapi.Model(net).prepare(torch.optim.SGD(net.parameters(), lr=0.1), nn.MSELoss())
+    x, y = torch.randn(5, 3, generator=torch.Generator().manual_seed(1)), torch.ones(5, 2)
+    found = []
+    for first in (5, 3, 0):
+        bounds = [0, first, 5] if group.get_world_size() > 1 else [0, 5]
+        own = slice(*bounds[group.get_rank() :][:2])
+        model.train_batch(x[own], y[own])
+        found.append([float(value) for tensor in net.state_dict().values() for value in tensor.flatten()])
+    return found
+
+
+def test_train_batch_needs_no_fit_before_it_to_normalise_over_ranks(ranks):
+    for found, wanted in zip(same(ranks(2).run(batches_of_no_fit)), alone(batches_of_no_fit), strict=True):
+        assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6)
