@@ -39,7 +39,7 @@ def start(model: Model, options: FitOptions) -> tuple[int, dict[str, Any] | None
         )
     _tell_of_the_scheduler(model, state["scheduler"] is not None)
     restore_threads(state["position"])
-    _freeze(model.network, state["position"].get("frozen"))
+    _tell_of_the_frozen(_freeze(model.network, state["position"].get("frozen")), options, source)
     if _given(options) != source:
         # Who names a checkpoint begins a branch there, which is the newer run from then on.
         model._engine.begun = state["position"].get("begun", 0.0)
@@ -235,13 +235,34 @@ def take_over(state: Mapping[str, Any], train: Feed, evaluation: Feed | None) ->
     return Resumed(form, state["callbacks"], within, iterations, stopped, first_epoch)
 
 
-def _freeze(network: nn.Module, names: Sequence[str] | None) -> None:
-    """Train and leave alone the parameters that the run did: a callback may have changed that on the way."""
-    if names is None:
-        return
-    for name, parameter in network.named_parameters():
-        if parameter.requires_grad == (name in names):
-            parameter.requires_grad_(name not in names)
+def _freeze(network: nn.Module, names: Sequence[str] | None) -> tuple[list[str], list[str]]:
+    """Train and leave alone the parameters that the run did: a callback may have changed that on the way.
+
+    Returns:
+        Those that the script left to train and are frozen now, and the other way round.
+    """
+    frozen: list[str] = []
+    freed: list[str] = []
+    for name, parameter in network.named_parameters() if names is not None else ():
+        freeze = name in (names or ())
+        if parameter.requires_grad == freeze:
+            parameter.requires_grad_(not freeze)
+            (frozen if freeze else freed).append(name)
+    return frozen, freed
+
+
+def _tell_of_the_frozen(changed: tuple[list[str], list[str]], options: FitOptions, source: str) -> None:
+    """Say which parameters the script has set otherwise: a line, no warning, since a callback may well have done it."""
+    told = [
+        f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''} {what}"
+        for names, what in zip(changed, ("stay frozen", "are trained"), strict=True)
+        if names
+    ]
+    if told and options.verbose:
+        say(
+            f"hapi: {' and '.join(told)}, as in the run of {source}, though the script has set requires_grad "
+            f'otherwise; where a change is meant, model.load("{source}") and a fit without resume keep it'
+        )
 
 
 def restore_threads(position: dict[str, object]) -> None:

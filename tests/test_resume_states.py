@@ -151,6 +151,34 @@ def test_layers_that_were_frozen_on_the_way_stay_so(tmp_path: Path) -> None:
     assert not second.network[0].weight.requires_grad
 
 
+def test_layers_that_the_script_frees_or_freezes_before_a_resume_are_told(tmp_path: Path, capsys: Any) -> None:
+    def made(frozen: int | None) -> hapi.Model:
+        subject = model()
+        if frozen is not None:
+            subject.network[frozen].requires_grad_(False)
+        return subject
+
+    fit(made(0), tmp_path, 1)
+    # (which the script freezes, what is told)
+    for frozen, told in (
+        (0, None),
+        (None, "hapi: 0.weight, 0.bias stay frozen, as in the run of "),
+        (2, "hapi: 0.weight, 0.bias stay frozen and 2.weight, 2.bias are trained, as in the run of "),
+    ):
+        subject = made(frozen)
+        capsys.readouterr()
+        subject.fit((X, Y), batch_size=5, epochs=1, resume=tmp_path / "1")
+        written = capsys.readouterr().out
+        assert (told in written) if told else ("frozen" not in written), frozen
+        assert [p.requires_grad for p in subject.network.parameters()] == [False, False, True, True]
+    # As the line says, a change that is meant.
+    subject = made(None)
+    subject.load(tmp_path / "1")
+    before = subject.network[0].weight.clone()
+    fit(subject, tmp_path / "more", 1)
+    assert not torch.equal(subject.network[0].weight, before)
+
+
 class NoiseAt(Callback):
     """Draws from all three generators in a hook between steps."""
 
