@@ -62,24 +62,32 @@ def parse_device(name: str | torch.device) -> torch.device:
             f"Device {text!r} was asked for, but there are only {count} of this kind, numbered from 0. "
             f'Write "{kind}:{count - 1}" or a smaller number.'
         )
-    return device if device.index is not None else torch.device(device.type, _default_index(count))
+    return device if device.index is not None else torch.device(device.type, _default_index(device.type, count))
 
 
 def current_device() -> torch.device:
-    """The chosen device, else the launcher's card for this process, else the first accelerator, else the CPU."""
+    """The chosen device, else the launcher's card for this process, else torch's current accelerator, else the CPU.
+
+    The current one is the first, unless the script has called ``torch.cuda.set_device``.
+    """
     if _chosen is not None:
         return _chosen
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
-    return torch.device(accelerator.type, _default_index(_device_count(accelerator.type)))
+    return torch.device(accelerator.type, _default_index(accelerator.type, _device_count(accelerator.type)))
 
 
-def _default_index(count: int) -> int:
-    from hapi.distributed.launchers import detect
+def _default_index(kind: str, count: int) -> int:
+    from hapi.distributed.launchers import told
 
-    launch = detect()
-    return launch.local_rank % count if launch is not None else 0
+    launch = told()
+    if launch is not None:
+        return launch.local_rank % count
+    module = torch.get_device_module(kind)
+    # torch.cuda.set_device initializes; before that it is the first one, and asking would create a context.
+    is_initialized = getattr(module, "is_initialized", None)
+    return int(module.current_device()) if is_initialized is not None and is_initialized() else 0
 
 
 def _device_count(kind: str) -> int:

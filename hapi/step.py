@@ -126,7 +126,7 @@ class Stepper:
 
     def _take_parameters(self) -> None:
         """See what the network has now; at its making too, for batches that belong to no fit."""
-        self._held = self._count_held()
+        self._held = self._held_now()
         self.exchange.begin()
         # Walking the modules takes longer than clearing the gradients.
         self._parameters = list(self.exchange.replica.parameters())
@@ -134,13 +134,13 @@ class Stepper:
         self._meets_in_forward = synced and self._world_size > 1
         self._without_samples: Inputs | None = None
 
-    def _count_held(self) -> int:
-        """How many parameters the optimizer holds."""
+    def _held_now(self) -> list[int]:
+        """Which parameters the optimizer holds. Their ids are no others' as long as `_parameters` keeps them alive."""
         optimizer = self.prepared.optimizer
-        count = 0
+        ids: list[int] = []
         for held in () if optimizer is None else optimizer.param_groups:
-            count += len(held["params"])
-        return count
+            ids += map(id, held["params"])
+        return ids
 
     def begin_at(self, learning_rate: float) -> None:
         """Called where a run goes on within an epoch: the rate that its last step was taken with."""
@@ -171,8 +171,8 @@ class Stepper:
             Loss and outputs, or None for a rank without samples.
         """
         if not self.window_open:
-            if self._count_held() != self._held:
-                # A callback has added layers: they are exchanged and cleared with the others from here on.
+            if self._held_now() != self._held:
+                # A callback has added or replaced layers: they are exchanged and cleared with the others from here on.
                 self._take_parameters()
                 self.sync(parameters=True)
             self.exchange.begin_window()

@@ -69,6 +69,20 @@ def test_names_of_cards(machine: Machine, name: str | torch.device, expected: st
     assert hapi.get_device() == shown
 
 
+def test_the_card_that_the_script_has_made_current(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in scripts that start their processes and group themselves, with rank and card as arguments."""
+    machine("cuda", 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert hapi.get_device() == "gpu:0"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert hapi.get_device() == "gpu:2" and device.parse_device("gpu") == torch.device("cuda:2")
+    # Part of a launcher's variables tells no card, and is nothing to complain of here.
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert hapi.get_device() == "gpu:2"
+    as_rank(monkeypatch, 1)
+    assert hapi.get_device() == "gpu:1"
+
+
 @pytest.mark.parametrize("kind", ["mps", "xpu"])
 def test_other_accelerators(machine: Machine, kind: str) -> None:
     machine(kind, 1)

@@ -6,7 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -73,12 +73,15 @@ def test_labels_that_a_step_masks_are_weighed() -> None:
         assert values == pytest.approx([float(cross_entropy(subject.network(x), masked))] * 3)
 
 
-class Grow(Callback):
-    """A layer more from the second epoch on."""
+class Change(Callback):
+    """A layer more, or another one, from the second epoch on."""
+
+    def __init__(self, change: Callable[[Any, Any], None]) -> None:
+        self.change = change
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if epoch == 1:
-            grow(self.model.network, self.model.optimizer)
+            self.change(self.model.network, self.model.optimizer)
 
 
 def grow(net: Any, optimizer: Any) -> None:
@@ -88,26 +91,34 @@ def grow(net: Any, optimizer: Any) -> None:
     optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.1})
 
 
-def grown() -> nn.Module:
+def replace(net: Any, optimizer: Any) -> None:
+    """As many parameters as before, of the same shapes."""
+    torch.manual_seed(7)
+    net[0] = nn.Linear(6, 5)
+    optimizer.param_groups[0]["params"] = list(net.parameters())
+
+
+def changed(change: Callable[[Any, Any], None]) -> nn.Module:
     subject = prepared()
-    subject.fit((X, Y), batch_size=53, epochs=3, callbacks=Grow(), verbose=0)
+    subject.fit((X, Y), batch_size=53, epochs=3, callbacks=Change(change), verbose=0)
     return subject.network
 
 
-def test_layers_added_while_training_train_as_in_torch() -> None:
+@pytest.mark.parametrize("change", [grow, replace])
+def test_layers_added_or_replaced_while_training_train_as_in_torch(change: Callable[[Any, Any], None]) -> None:
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     for epoch in range(3):
         if epoch == 1:
-            grow(net, optimizer)
+            change(net, optimizer)
         optimizer.zero_grad()
         cross_entropy(net(X), Y).backward()
         optimizer.step()
-    close(grown(), net)
+    close(changed(change), net)
     by_hand = prepared()
     for epoch in range(3):
         if epoch == 1:
-            grow(by_hand.network, by_hand.optimizer)
+            change(by_hand.network, by_hand.optimizer)
         by_hand.train_batch(X, Y)
     close(by_hand.network, net)
 

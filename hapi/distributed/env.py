@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from hapi.device import get_device
+from hapi.device import current_device, get_device
 from hapi.distributed import group
-from hapi.distributed.launchers import LaunchInfo, detect
 
 
 class ParallelEnv:
@@ -23,19 +22,20 @@ class ParallelEnv:
     @property
     def local_rank(self) -> int:
         """This process's number among those of its host, from 0; in Paddle an alias of `rank`."""
-        launch = self._launch()
-        return launch.local_rank if launch is not None else 0
+        launch = group.launch_info()
+        # In a process group of the script's own, which has chosen the card.
+        return launch.local_rank if launch is not None else current_device().index or 0
 
     @property
     def local_world_size(self) -> int:
         """How many processes this host has."""
-        launch = self._launch()
+        launch = group.launch_info()
         return launch.local_world_size if launch is not None else 1
 
     @property
     def node_rank(self) -> int:
         """This host's number among all, from 0."""
-        launch = self._launch()
+        launch = group.launch_info()
         return launch.node_rank if launch is not None else 0
 
     @property
@@ -52,9 +52,6 @@ class ParallelEnv:
     def launcher(self) -> str:
         """Who started this process: ``"torchrun"``, ``"slurm"`` and others, or ``"none"``."""
         return group.launcher_name()
-
-    def _launch(self) -> LaunchInfo | None:
-        return detect()
 
     def __repr__(self) -> str:
         names = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "device", "backend", "launcher")

@@ -20,7 +20,7 @@ import torch.utils.data
 
 from hapi.device import current_device
 from hapi.distributed import excepthook
-from hapi.distributed.launchers import OWNER, LaunchInfo, detect, owner_mark, placed
+from hapi.distributed.launchers import OWNER, LaunchInfo, detect, owner_mark, placed, told
 
 T = TypeVar("T")
 
@@ -258,9 +258,14 @@ def _place() -> tuple[int, int]:
     return (launch.rank, launch.world_size) if launch is not None else (0, 1)
 
 
+def launch_info() -> LaunchInfo | None:
+    """What the launcher has told; beside a process group of the script's own, only if all of it is there."""
+    return told() if is_initialized() else detect()
+
+
 def launcher_name() -> str:
     """The launcher's name, ``"none"`` for a process started by hand."""
-    launch = _launch or detect()
+    launch = _launch or launch_info()
     if launch is not None:
         return launch.launcher
     return "process group" if is_initialized() else "none"

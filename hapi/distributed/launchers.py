@@ -85,7 +85,17 @@ def detect(environ: Environ | None = None, process: Process | None = None) -> La
 _warned: set[str] = set()
 
 
-def decide(environ: Environ | None = None, process: Process | None = None) -> tuple[LaunchInfo | None, str | None]:
+def told(environ: Environ | None = None, process: Process | None = None) -> LaunchInfo | None:
+    """As `detect`, where no group is to be joined: of a set of variables that is not whole nothing is said.
+
+    Who makes a process group by hand often sets a few of them.
+    """
+    return decide(environ, process, joins=False)[0]
+
+
+def decide(
+    environ: Environ | None = None, process: Process | None = None, joins: bool = True
+) -> tuple[LaunchInfo | None, str | None]:
     """As `detect`, without the warning: its text is returned instead."""
     environ = dict(os.environ) if environ is None else environ
     process = Process() if process is None else process
@@ -94,7 +104,8 @@ def decide(environ: Environ | None = None, process: Process | None = None) -> tu
         return None, None
     row = _forced_row(forced, environ) if forced else next((row for row in _ROWS if row.fits(environ)), None)
     if row is None:
-        refuse_half_set(environ)
+        if joins:
+            refuse_half_set(environ)
         return None, left_over(environ)
     if _is_inherited(row, environ, process):
         return None, _CHILD

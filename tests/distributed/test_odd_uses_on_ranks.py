@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from ranks import alone, same
-from test_odd_uses import Masked, X, Y, grown, prepared
+from test_odd_uses import Masked, X, Y, changed, grow, prepared, replace
 from torch.utils.data import ChainDataset, DataLoader, IterableDataset, Sampler, TensorDataset
 
 from hapi.distributed import group
@@ -31,13 +31,14 @@ def test_labels_that_a_step_masks(ranks):
     assert other == pytest.approx(loss, rel=1e-5)
 
 
-def grow_on_ranks() -> list[float]:
-    return weights(grown())
+def change_on_ranks(change: Callable[..., None]) -> list[float]:
+    return weights(changed(change))
 
 
-def test_layers_added_while_training(ranks):
-    wanted = alone(grow_on_ranks)
-    assert same(ranks(3).run(grow_on_ranks)) == pytest.approx(wanted, abs=1e-5)
+@pytest.mark.parametrize("change", [grow, replace])
+def test_layers_added_or_replaced_while_training(ranks, change):
+    wanted = alone(change_on_ranks, change)
+    assert same(ranks(3).run(change_on_ranks, change)) == pytest.approx(wanted, abs=1e-5)
 
 
 class Part(IterableDataset[Any]):

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import hapi
 from hapi.distributed import group
 
 TASKS = Path("/proc/self/task")
@@ -78,12 +79,14 @@ def left_alone() -> None:
 
 
 def users_group() -> None:
-    """The user has made a group; hapi uses it and leaves it as it was."""
+    """The user has made a group; hapi uses it and leaves it as it was, whatever of it the environment tells."""
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="12355", WORLD_SIZE="2")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     atexit.register(lambda: say(f"still there at exit: {dist.is_initialized()}"))
     group.start()
     group.barrier()
     say(f"{group.launcher_name()}: {group.get_world_size()}")
+    say(repr(hapi.distributed.ParallelEnv()))
 
 
 def waits_in_vain() -> None:

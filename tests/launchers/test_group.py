@@ -241,7 +241,11 @@ def test_processes_that_part(tmp_path: Path) -> None:
     assert "in waits_in_vain" in told["extraInfo"]["py_callstack"]
     assert abs(int(told["extraInfo"]["timestamp"]) - time.time()) < 100
 
-    assert finish(users) == (0, "process group: 1\nstill there at exit: True\n", "")
+    told = (
+        "ParallelEnv(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, device='cpu', "
+        "backend='gloo', launcher='process group')"
+    )
+    assert finish(users) == (0, f"process group: 1\n{told}\nstill there at exit: True\n", "")
 
 
 def test_processes_share_out_the_threads_of_their_cores() -> None:
