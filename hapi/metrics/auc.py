@@ -54,10 +54,12 @@ class Auc(Metric):
                 )
             # Of probabilities and of logits alike the difference is what orders the samples.
             outputs = as_exact(outputs[:, 1]) - as_exact(outputs[:, 0])
-        kinds = (labels > 0.5).to(torch.int8)
+        scores, kinds = outputs.detach(), (labels > 0.5).to(torch.int8)
         if self.ignore_index is not None:
-            kinds = kinds.masked_fill(~is_counted(labels, self.ignore_index), -1)
-        self.scores.append(outputs.detach().flatten())
+            left_out = ~is_counted(labels, self.ignore_index)
+            # The scores there are padding, from which no NaN may come into the value.
+            scores, kinds = scores.masked_fill(left_out, 0), kinds.masked_fill(left_out, -1)
+        self.scores.append(scores.flatten())
         self.kinds.append(kinds.flatten())
 
     def result(self) -> Tensor:

@@ -11,10 +11,10 @@ Forms of a batch that all of them take, ``C`` classes in dimension 1 as torch's 
 
 One column (the third form) holds probabilities or logits. Which of the two is decided at the end from all
 outputs of the pass: they are probabilities (threshold 0.5) if every one lies within [0, 1], logits (threshold
-0) otherwise. ``threshold=`` decides it instead. Labels equal to ``ignore_index`` are left out. Several classes at
-once in one sample (multi-label) are none of these forms. Labels of one column may also be -1 and 1, or
-probabilities, which are of class 1 above 0.5. Labels that are no numbers of classes are refused where they occur
-in the first batch of a pass, whose values are read.
+0) otherwise. ``threshold=`` decides it instead. Labels equal to ``ignore_index`` are left out, and whatever the outputs
+hold there. Several classes at once in one sample (multi-label) are none of these forms. Labels of one column may also
+be -1 and 1, or probabilities, which are of class 1 above 0.5. Labels that are no numbers of classes are refused where
+they occur in the first batch of a pass, whose values are read.
 
 Equal outputs: the first class of the largest is the predicted one, and with ``topk`` which of them are among
 the largest is torch's choice.
@@ -67,7 +67,8 @@ class _Counting(Metric):
         columns = (predicted & actual, predicted, actual.expand_as(predicted), valid.expand_as(predicted))
         self.counts += torch.stack([column.flatten(1).sum(1) for column in columns], dim=1)
         if len(self._thresholds) > 1:
-            low, high = scores.aminmax()
+            # What stands at ignored labels is anything, such as the same padding. 0 speaks for neither form.
+            low, high = torch.where(valid, scores, 0).aminmax()
             self.low, self.high = torch.minimum(self.low, low), torch.maximum(self.high, high)
 
     def _valid(self, labels: Tensor) -> Tensor:
@@ -157,7 +158,8 @@ class Accuracy(_Counting):
         if outputs.is_floating_point():
             self._count(outputs, labels)
         else:
-            self.hits += self._counting(outputs.eq(labels), labels).sum()
+            # Predictions may be padded as the labels are: an ignored label then equals its output.
+            self.hits += (outputs.eq(labels) & self._valid(labels)).sum()
 
     def _lies_outside(self, label: int) -> bool:
         """Whether no label of the pass is this one, so that none need be looked for."""
@@ -178,7 +180,7 @@ class Accuracy(_Counting):
         self.hits += self._counting(ranked.eq(labels), labels).flatten(1).sum(1)
 
     def _counting(self, hits: Tensor, labels: Tensor) -> Tensor:
-        # A negative label to ignore is never predicted: the usual case needs no further operation.
+        # The largest of C scores is never a negative label to ignore: the usual case needs no further operation.
         return hits if self.ignore_index is None or self.ignore_index < 0 else hits & self._valid(labels)
 
     def result(self) -> Tensor | dict[str, Tensor]:
@@ -280,12 +282,13 @@ class _Rate(_Counting):
 
     def _count_classes(self, predicted: Tensor, labels: Tensor) -> None:
         valid = self._valid(labels)
-        # Left-out samples add 0 to some class: selecting the others would have to wait for the device.
-        labels = torch.where(valid, labels, 0).long()
+        # Left-out samples add 0 to some class: selecting the others would have to wait for the device. Predictions may
+        # be padded there too, with numbers that are no class.
+        labels, predicted = torch.where(valid, labels, 0).long(), torch.where(valid, predicted, 0).long()
         ones = valid.long()
         try:
             self.class_counts[0].index_add_(0, labels, ones * predicted.eq(labels))
-            self.class_counts[1].index_add_(0, predicted.long(), ones)
+            self.class_counts[1].index_add_(0, predicted, ones)
             self.class_counts[2].index_add_(0, labels, ones)
         except IndexError as error:
             raise ValueError(

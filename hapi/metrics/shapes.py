@@ -112,7 +112,13 @@ def _look_at_numbers(metric: Metric, outputs: Tensor, labels: Tensor, classes: i
         return
     _looked.add(metric)
     ignored = getattr(metric, "ignore_index", None)
-    counted = labels.detach() if ignored is None else labels.masked_fill(~is_counted(labels, ignored), 0)
+    counted, predicted = labels.detach(), outputs
+    if ignored is not None:
+        left_out = ~is_counted(labels, ignored)
+        counted = labels.masked_fill(left_out, 0)
+        if not outputs.is_floating_point():
+            # Predictions may be padded where the labels are.
+            predicted = outputs.masked_fill(left_out, 0)
     columns = outputs.ndim > labels.ndim
     has_place = getattr(metric, "num_classes", None) is not None
     # Where each class has a place, or has to be hit, rather than 1 told from 0.
@@ -121,7 +127,7 @@ def _look_at_numbers(metric: Metric, outputs: Tensor, labels: Tensor, classes: i
     from_zero = matched and (has_place or ignored is not None)
     _check_numbers(metric, "labels", counted, classes, from_zero, whole=matched and columns)
     if not outputs.is_floating_point() and classes is not None:
-        _check_numbers(metric, "outputs", outputs, classes, has_place, whole=False)
+        _check_numbers(metric, "outputs", predicted, classes, has_place, whole=False)
 
 
 def _check_numbers(

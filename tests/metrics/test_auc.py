@@ -55,6 +55,15 @@ def test_ignored_labels_are_left_out():
     assert auc(scores, labels.masked_fill(labels == -100, 2), ignore_index=2) == 0.75
 
 
+@pytest.mark.parametrize("padding", [math.nan, -math.inf, math.inf, -100.0])
+def test_outputs_at_ignored_labels_are_padding(padding):
+    scores, labels = torch.tensor([0.1, 0.4, 0.35, 0.8, padding]), torch.tensor([0, 0, 1, 1, -100])
+    assert auc(scores, labels) == 0.75
+    two = torch.stack([torch.zeros(5).masked_fill(labels == -100, padding), scores], 1)
+    assert auc(two, labels) == 0.75
+    assert math.isnan(auc(scores.masked_fill(labels == -100, math.nan), labels.clamp(min=0), ignore_index=None))
+
+
 def test_nan_without_both_classes_and_for_nan_scores():
     assert math.isnan(Auc().compute())
     assert math.isnan(auc(torch.tensor([0.1, 0.2]), torch.tensor([1, 1])))

@@ -101,6 +101,27 @@ def test_one_column_takes_booleans_and_leaves_ignored_labels_out():
     assert value(Accuracy(), (outputs, torch.tensor([1, -100, 0]))) == 0.5
 
 
+@pytest.mark.parametrize("ignored", [-100, -1, 255])
+def test_predictions_padded_as_the_labels_are(ignored):
+    preds, labels = torch.tensor([[1, 2, -9, -9]]), torch.tensor([[1, 0, -9, -9]])
+    padded = preds.masked_fill(preds == -9, ignored), labels.masked_fill(labels == -9, ignored)
+    assert value(Accuracy(ignore_index=ignored), padded) == 0.5
+    assert value(Accuracy(ignore_index=ignored), (preds[:, :2], labels[:, :2]), padded) == 0.5
+    assert value(Accuracy(ignore_index=None), padded) == 0.75
+
+
+@pytest.mark.parametrize("padding", [-1.0, 2.0, math.nan, math.inf, -math.inf])
+def test_padding_does_not_tell_what_one_column_holds(padding):
+    labels = torch.tensor([1, 0, 0, 0, -100])
+    probabilities = torch.tensor([0.9, 0.1, 0.2, 0.6, padding])
+    logits = torch.tensor([2.0, -2.0, -1.0, 0.4, padding])  # 0.4 is above 0 and below 0.5
+    assert value(Accuracy(), (probabilities, labels)) == 0.75
+    assert value(Accuracy(), (logits, labels)) == 0.75
+    assert value(Precision(), (probabilities, labels)) == value(Precision(), (logits, labels)) == 0.5
+    ignored = probabilities[4:], labels[4:]
+    assert value(Accuracy(), ignored, (probabilities, labels)) == value(Accuracy(), ignored, (logits, labels)) == 0.75
+
+
 def test_topk_as_a_number_and_as_several():
     labels = torch.tensor([1, 1, 0, 2])  # found at place 2, 1, 3, 2
     assert value(Accuracy(topk=2), (LOGITS, labels)) == 0.75
@@ -221,6 +242,16 @@ def test_two_classes(cls, expected, outputs):
     assert value(cls(), (outputs[:2], TRUTH[:2]), (outputs[2:], TRUTH[2:])) == pytest.approx(expected, abs=1e-15)
 
 
+@pytest.mark.parametrize("ignored", [-100, 255])
+def test_two_classes_of_predictions_padded_as_the_labels_are(ignored):
+    # 1 true positive, 1 missed, 4 rightly of class 0.
+    labels, preds = torch.tensor([[1, 0, 0, -9], [0, 1, 0, -9]]), torch.tensor([[1, 0, 0, -9], [0, 0, 0, -9]])
+    padded = preds.masked_fill(preds == -9, ignored), labels.masked_fill(labels == -9, ignored)
+    assert value(Precision(ignore_index=ignored), padded) == 1.0
+    assert value(Recall(ignore_index=ignored), padded) == 0.5
+    assert value(F1(ignore_index=ignored), padded) == pytest.approx(2 / 3, abs=1e-15)
+
+
 def test_precision_and_recall_move_apart_with_the_threshold():
     # From 0.25 on: 4 predicted, 3 of them right, none missed. From 0.85 on: 1 predicted and right, 2 missed.
     for outputs in (SCORES, torch.stack([1 - SCORES, SCORES], 1)):
@@ -275,6 +306,19 @@ def test_several_classes_leave_ignored_labels_out():
     clean = value(F1(num_classes=4), (CLASS_OUTPUTS, CLASS_LABELS))
     assert value(F1(num_classes=4), (outputs, labels)) == clean
     assert value(F1(num_classes=4, ignore_index=255), (outputs, labels.masked_fill(labels == -100, 255))) == clean
+
+
+@pytest.mark.parametrize("ignored", [-100, 255])
+@pytest.mark.parametrize("average", ["macro", "weighted", "micro"])
+def test_several_classes_leave_out_what_is_predicted_at_ignored_labels(average, ignored):
+    preds, more = CLASS_OUTPUTS.argmax(1), torch.full((3,), ignored)
+    padded = torch.cat([preds, more]), torch.cat([CLASS_LABELS, more])
+    options = {"num_classes": 4, "average": average, "ignore_index": ignored}
+    clean = value(F1(**options), (preds, CLASS_LABELS))
+    assert value(F1(**options), padded) == clean  # in the first batch, which is looked at
+    assert value(F1(**options), (preds, CLASS_LABELS), padded) == clean
+    with pytest.raises(ValueError, match="received outputs from"):
+        F1(**options).update(padded[0], padded[1].masked_fill(padded[1] == ignored, 1))
 
 
 def test_a_class_that_is_never_predicted_counts_as_zero_if_it_occurs():
