@@ -12,6 +12,7 @@ from hapi import kinds
 from hapi.callbacks import tracking
 from hapi.callbacks.base import Callback, Logs
 from hapi.distributed import get_rank
+from hapi.metrics.keys import OPEN
 
 
 class CSVLogger(Callback):
@@ -60,7 +61,9 @@ class CSVLogger(Callback):
             rows = self._read()
         rewrite = bool(new) or not self._started
         if rewrite:
-            announced = [] if self._started else ["epoch", *self.params.get("metrics", ())]
+            told = [] if self._started else ["epoch", *self.params.get("metrics", ())]
+            # Names that a metric cannot tell beforehand get their columns when they come.
+            announced = [name for name in told if not name.endswith(OPEN)]
             self._columns = list(dict.fromkeys([*self._columns, *announced, *row]))
         self._write([*rows, row], rewrite)
         self._started = True

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from hapi.metrics.keys import OPEN
+
 # Checked in this order, so that "accuracy_loss" falls.
 _FALLING = ("loss", "error", "mae", "mse")
 _RISING = ("acc", "auc", "precision", "recall", "f1")
@@ -43,11 +45,13 @@ class Monitor:
             ValueError: They will not, or it does not.
         """
         names = params.get("metrics")
-        if names is None or self.name in names:
+        is_val = self.name.startswith("val_")
+        # A metric that cannot tell its names beforehand may give this one.
+        if names is None or self.name in names or (f"val_{OPEN}" if is_val else OPEN) in names:
             _is_rising(self.owner, self.name, self._mode)
             return
-        cure = f"Write monitor= one of {', '.join(map(repr, names))}"
-        if self.name.startswith("val_") and not any(name.startswith("val_") for name in names):
+        cure = f"Write monitor= one of {', '.join(repr(name) for name in names if not name.endswith(OPEN))}"
+        if is_val and not any(name.startswith("val_") for name in names):
             cure += ", or pass fit an eval_data: names with val_ are values of the evaluation"
         raise ValueError(
             f"{self.owner} monitors {self.name!r}, but the logs of this fit will not have it: it could never act. "

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hapi.batch import map_tensors, size_of
 from hapi.metrics.base import Metric, as_exact
+from hapi.metrics.keys import OPEN, keys_of, parts_of
 
 # Keys that logs and files of logs hold already.
 _RESERVED = ("loss", "lr", "epoch", "step")
@@ -37,7 +38,7 @@ def as_metrics(metrics: Any) -> list[Metric]:
         return []
     several = metrics if isinstance(metrics, list | tuple) else [metrics]
     adapted = [as_metric(metric) for metric in several]
-    names = [name for metric in adapted for name in metric.names]
+    names = [name for metric in adapted for name in metric.names if name != OPEN]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise ValueError(
@@ -156,11 +157,12 @@ class TorchMetric(Metric):
         self._metric = copy.deepcopy(metric)
         for _, part in self._parts():
             part.sync_on_compute = part._to_sync = False
+        self._names = keys_of(self._metric)
 
     @property
     def names(self) -> list[str]:
-        """The class's name; of a collection, its keys."""
-        return [str(key) for key in self._metric] if _is_collection(self._metric) else [self.name]
+        """The class's name, or the keys of several values; `hapi.metrics.keys.OPEN` where there may be others."""
+        return list(self._names)
 
     def reset(self) -> None:
         """Set every state to its default."""
@@ -231,10 +233,7 @@ class TorchMetric(Metric):
         return tensor.to(self._device, copy=True)
 
     def _parts(self) -> Iterator[tuple[str, Any]]:
-        base = sys.modules["torchmetrics"].Metric
-        for path, module in self._metric.named_modules():
-            if isinstance(module, base):
-                yield path, module
+        return parts_of(self._metric)
 
 
 def _reduced(parts: list[Any], reduction: Callable[[Any], Any] | None) -> Any:
@@ -251,10 +250,6 @@ def _is_torchmetrics(metric: Any) -> bool:
     # An object of torchmetrics cannot be here unless torchmetrics was imported.
     module = sys.modules.get("torchmetrics")
     return module is not None and isinstance(metric, module.Metric | module.MetricCollection)
-
-
-def _is_collection(metric: Any) -> bool:
-    return isinstance(metric, sys.modules["torchmetrics"].MetricCollection)
 
 
 def _check(metric: Metric) -> None:
