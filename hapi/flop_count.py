@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,11 +25,11 @@ _HEADINGS = ("layer (type)", "output shape", "FLOPs", "part")
 def flops(network: Any, input_size: Any = None, dtype: Any = None, inputs: Any = None) -> int:
     """Count the floating point operations of one forward pass, and print them layer by layer.
 
-    Counted are matrix products, convolutions and attention, by torch's own counter, a multiplication and an addition as
-    two; what else a network does is little beside them. A layer's row holds all its calls and the layers within it.
-    Attention is counted in full, also where a mask lets half of it be left out. The forward runs in eval mode, without
-    gradients, on the device where the network lies, and leaves no trace, as that of `Model.summary`. Under a launcher
-    every process may call it, and rank 0 alone prints.
+    Counted are products of matrices and vectors, convolutions and attention, by torch's own counter, a multiplication
+    and an addition as two; what else a network does is little beside them. A layer's row holds all its calls and the
+    layers within it. Attention is counted in full, also where a mask lets half of it be left out. The forward runs in
+    eval mode, without gradients, on the device where the network lies, and leaves no trace, as that of `Model.summary`.
+    Under a launcher every process may call it, and rank 0 alone prints.
 
     Args:
         network: Any module, or a `hapi.Model`, which knows the shapes of its last batch.
@@ -59,7 +60,7 @@ def flops(network: Any, input_size: Any = None, dtype: Any = None, inputs: Any =
     if inputs is None:
         inputs = table.make_inputs(network, input_size, dtype, "flops")
     with table.materialized(network) as network, _decomposed(network):
-        counter = FlopCounterMode(display=False)
+        counter = FlopCounterMode(display=False, custom_mapping=_FURTHER)
         trace = _Counts(caller="flops", counter=counter)
         with counter:
             table.run(network, inputs, trace)
@@ -67,6 +68,47 @@ def flops(network: Any, input_size: Any = None, dtype: Any = None, inputs: Any =
     if group.get_rank() == 0:
         print(_table(network, trace, total))
     return total
+
+
+def _of_vectors(*shapes: Any, out_shape: Any = None, **options: Any) -> int:
+    """The product of a matrix, or a vector, and a vector, the last two operands: each number meets one other."""
+    return 2 * math.prod(map(int, shapes[-2]))
+
+
+def _of_summed_batches(added: Any, first: Any, second: Any, out_shape: Any = None, **options: Any) -> int:
+    """The products of the matrices of two batches; those of a batch are added up."""
+    return 2 * math.prod(map(int, first)) * int(second[-1])
+
+
+def _of_three(*arguments: Any, out_shape: Any = None, **options: Any) -> int:
+    """The products of a bilinear layer, as torch takes them: of the first two operands, then of that and the third.
+
+    What is summed and has no place in the third is gone by then.
+    """
+    shapes, places, summed = arguments[:3], arguments[3:6], arguments[6]
+    first, second, third = (_expanded(shape, where) for shape, where in zip(shapes, places, strict=True))
+    inner = _broadcast(first, second)
+    kept = [1 if place in summed and place in places[2] else size for place, size in enumerate(inner)]
+    return 2 * (math.prod(inner) + math.prod(_broadcast(kept, third)))
+
+
+def _expanded(shape: Any, places: Any) -> list[int]:
+    sizes = list(shape)
+    for place in sorted(places):
+        sizes.insert(place, 1)
+    return sizes
+
+
+def _broadcast(first: list[int], second: list[int]) -> list[int]:
+    return [b if a == 1 else a for a, b in zip(first, second, strict=True)]
+
+
+# What torch's counter leaves out: it knows products of two matrices alone.
+_OP = torch.ops.aten
+_FURTHER = dict[Any, Any].fromkeys((_OP.mv, _OP.addmv, _OP.addmv_, _OP.dot, _OP.vdot), _of_vectors) | {
+    _OP.addbmm: _of_summed_batches,
+    _OP._trilinear: _of_three,
+}
 
 
 def _as_network(given: Any, input_size: Any, inputs: Any) -> tuple[nn.Module, Any]:

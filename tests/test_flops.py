@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,6 +25,17 @@ class Attention(nn.Module):
         return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
 
 
+class Applied(nn.Module):
+    """A function as a network, of its input and a vector (D,)."""
+
+    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function, self.vector = function, nn.Parameter(torch.ones(D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x, self.vector)
+
+
 B, T, D, F = 2, 7, 16, 32
 ATTENTION = 2 * 2 * B * T * T * D
 
@@ -42,6 +54,17 @@ CASES: dict[str, tuple[nn.Module, Any, int]] = {
         nn.TransformerEncoderLayer(D, 4, F, batch_first=True), (B, T, D),
         2 * B * T * (4 * D * D + 2 * D * F) + ATTENTION,
     ),
+    "matrix and vector": (Applied(lambda x, vector: x @ vector), (B, D), 2 * B * D),
+    "batch and vector": (Applied(lambda x, vector: x @ vector), (B, T, D), 2 * B * T * D),
+    "vector and matrix": (Applied(lambda x, vector: vector @ x.T), (B, D), 2 * B * D),
+    "added": (Applied(lambda x, vector: torch.addmv(x[:, 0], x, vector)), (B, D), 2 * B * D),
+    "added in place": (Applied(lambda x, vector: x[:, 0].clone().addmv_(x, vector)), (B, D), 2 * B * D),
+    "two vectors": (Applied(lambda x, vector: torch.stack([row @ vector for row in x])), (B, D), 2 * B * D),
+    "vdot": (Applied(lambda x, vector: torch.stack([torch.vdot(row, vector) for row in x])), (B, D), 2 * B * D),
+    "inner": (Applied(torch.inner), (B, T, D), 2 * B * T * D),
+    "sum of products": (
+        Applied(lambda x, _: torch.addbmm(x.new_zeros(T, T), x, x.transpose(1, 2))), (B, T, D), 2 * B * T * T * D,
+    ),
     "nothing": (nn.ReLU(), (B, 3), 0),
 }  # fmt: skip
 
@@ -53,6 +76,17 @@ def test_against_formulas(name: str) -> None:
     assert hapi.flops(network.eval(), (2 * size[0], *size[1:]) if name != "gru" else (10, B, 6)) == 2 * expected or (
         name in ("attention", "transformer")
     )
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_bilinear_layer_as_einsum_is_counted(device: str) -> None:
+    layer = nn.Bilinear(4, 5, 6, device=device)
+    expected = 2 * (B * 6 * 4 * 5 + B * 6 * 5)
+    assert hapi.flops(layer, [(B, 4), (B, 5)]) == expected
+    assert hapi.flops(layer, [(B, T, 4), (B, T, 5)]) == T * expected
+    left, right = torch.zeros(B, 4, device=device), torch.zeros(B, 5, device=device)
+    written_out = Applied(lambda x, _: torch.einsum("bi,oij,bj->bo", x, layer.weight, right)).to(device)
+    assert hapi.flops(written_out, inputs=left) == expected
 
 
 def test_a_known_network_and_its_table(capsys: pytest.CaptureFixture[str]) -> None:
