@@ -11,6 +11,7 @@ from hapi import modes
 from hapi.arguments import check_switches
 from hapi.batch import Inputs, floats_for, leaves, map_tensors, move, size_of
 from hapi.distributed import group
+from hapi.metrics.keys import OPEN
 from hapi.metrics.tally import Tally
 from hapi.step import Outcome, Stepper
 
@@ -89,7 +90,8 @@ def _refuse_no_samples(call: str, size: int) -> None:
 def _values(engine: Engine, stepper: Stepper, outcome: Outcome | None, labels: Any) -> dict[str, float]:
     metrics = engine.prepared.metrics
     if outcome is None:
-        return {name: math.nan for name in ("loss", *(name for metric in metrics for name in metric.names))}
+        names = [name for metric in metrics for name in metric.names if name != OPEN]
+        return {name: math.nan for name in ("loss", *names)}
     tally = Tally(metrics, stepper.device)
     tally.update(outcome.loss, outcome.weight, outcome.outputs, labels)
     return {name: float(value) for name, value in tally.logs().items()}

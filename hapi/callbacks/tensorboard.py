@@ -13,6 +13,7 @@ from hapi import kinds
 from hapi.callbacks import tracking
 from hapi.callbacks.base import Logs
 from hapi.distributed import get_rank
+from hapi.metrics.keys import OPEN
 
 
 class TensorBoard(tracking.Curves):
@@ -142,7 +143,8 @@ class TensorBoard(tracking.Curves):
             board.add_graph(self._writer, self.model)
         if self.hparams is not None:
             chosen = settings.known(self.model, self.params) | self.hparams
-            board.begin_hparams(self._writer, chosen, [f"epoch/{name}" for name in self.params["metrics"]])
+            known = [f"epoch/{name}" for name in self.params["metrics"] if not name.endswith(OPEN)]
+            board.begin_hparams(self._writer, chosen, known)
         if self._images is not None:
             self._draw("samples", self._images.samples(self.image_count), step)
 

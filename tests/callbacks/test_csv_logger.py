@@ -199,7 +199,7 @@ def test_epochs_that_a_table_program_has_written_as_fractions(tmp_path):
     assert path.read_text() == "epoch,loss\n1.0,3.0\n2,9.0\n"
 
 
-@pytest.mark.parametrize("name", ["", "folder", "file/log.csv"])
+@pytest.mark.parametrize("name", [".", "folder", "file/log.csv"])
 def test_a_place_where_no_file_can_be_is_refused_before_the_first_epoch(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
