@@ -27,9 +27,10 @@ class Launch:
         environment: Additions to this process's.
         console: What its stdout is, by default a file.
         host: The name of a network namespace to be in, with the host name of that.
+        ignored: A signal that the launcher is started to ignore, as nohup does it.
     """
 
-    def __init__(self, folder, script, *options, arguments=(), environment=None, console=None, host=None):
+    def __init__(self, folder, script, *options, arguments=(), environment=None, console=None, host=None, ignored=None):
         self.folder = Path(folder)
         self.folder.mkdir(exist_ok=True)
         (self.folder / "s.py").write_text(textwrap.dedent(script))
@@ -38,7 +39,8 @@ class Launch:
         variables = {"CUDA_VISIBLE_DEVICES": "", **(environment or {})}
         _processes.set_forkserver_preload(["torch", "hapi", "hapi.distributed.launch.run"])
         self.began = time.time()
-        self._process = _processes.Process(target=_launch, args=(command, str(self.folder), variables, self._out, host))
+        setting = (str(self.folder), variables, self._out, host, ignored)
+        self._process = _processes.Process(target=_launch, args=(command, *setting))
         self._process.start()
         self.pid = self._process.pid
 
@@ -115,8 +117,10 @@ def _enter(host):
     socket.sethostname(host)
 
 
-def _launch(command, folder, variables, out, host):
+def _launch(command, folder, variables, out, host, ignored):
     os.setsid()
+    if ignored is not None:
+        signal.signal(ignored, signal.SIG_IGN)
     if host:
         _enter(host)
     os.chdir(folder)

@@ -172,6 +172,20 @@ def test_a_signal_is_passed_on_and_the_ranks_may_save(tmp_path, number, code):
     assert "Traceback" not in launch.err
 
 
+def test_under_nohup_it_outlives_the_terminal(tmp_path):
+    launch = Launch(tmp_path, SAVING, *TWO, arguments=("0",), ignored=signal.SIGHUP)
+    pids = [int(launch.until(f"pid{rank}")) for rank in range(2)]
+    [launch.until(f"ready{rank}") for rank in range(2)]
+    for pid in (launch.pid, *pids):
+        os.kill(pid, signal.SIGHUP)
+    time.sleep(1.0)
+    assert not any(is_gone(pid) for pid in (launch.pid, *pids)), launch.err
+    launch.kill(signal.SIGTERM)
+    assert launch.wait() == 143, launch.err
+    assert {launch.until(f"saved{rank}") for rank in range(2)} == {str(int(signal.SIGTERM))}
+    assert "SIGHUP" not in launch.err
+
+
 def test_a_second_ctrl_c_does_not_wait(tmp_path):
     script = (
         WAITING

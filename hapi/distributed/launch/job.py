@@ -35,7 +35,10 @@ class Job:
         self._answered = threading.Event()
         self._conclude: Callable[[], int] = lambda: self.status
         for number in _SIGNALS:
-            signal.signal(number, self._on_signal)
+            # Whoever starts a job under nohup wants it to outlive the terminal. The others are never sent unasked: a
+            # shell ignores SIGINT and SIGQUIT for what it puts into the background, and a script may send them.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
         readable, writable = os.pipe()
         os.set_blocking(writable, False)
         signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
