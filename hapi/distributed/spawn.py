@@ -228,8 +228,10 @@ def _write(name: str, value: object) -> str:
 
 def _environment(placement: Placement, port: int, backend: str | None, tied: bool) -> dict[str, str]:
     """What all processes get. The names are torchrun's, so that whatever reads these finds its place."""
+    from hapi.distributed.environment import OVERRIDE
     from hapi.distributed.launch import stub
     from hapi.distributed.launch.devices import threads_for
+    from hapi.distributed.launchers import OWNER
 
     size = str(placement.processes)
     environment = {
@@ -251,8 +253,9 @@ def _environment(placement: Placement, port: int, backend: str | None, tied: boo
         **({"HAPI_BACKEND": backend} if backend else {}),
         **({stub.PARENT: str(os.getpid())} if tied else {}),
     }
-    # If this process has a rank of its own, that is not theirs.
-    environment.pop("HAPI_OWNER", None)
+    # If this process has a rank of its own, or is to be alone, that does not hold for them.
+    for name in (OWNER, OVERRIDE):
+        environment.pop(name, None)
     return environment
 
 

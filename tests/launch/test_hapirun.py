@@ -266,18 +266,18 @@ def test_rank_0_has_a_terminal_where_the_launcher_has_one(tmp_path):
 
 
 def test_the_command_itself(tmp_path):
-    """`python -m hapi.distributed.launch -m module`, as a user types it."""
+    """`python -m hapi.distributed.launch -m module`, as a user types it into a shell that runs single processes too."""
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
     (tmp_path / "package" / "train.py").write_text(
-        "import sys, torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
+        "import hapi, sys, torch, torch.distributed as dist\n"
+        "hapi.distributed.init_parallel_env()\n"
         "total = torch.ones(1)\n"
         "dist.all_reduce(total)\n"
         "print(__name__, sys.argv[1:], dist.get_world_size(), total.item(), flush=True)\n"
         "dist.destroy_process_group()\n"
     )
     command = [sys.executable, "-m", "hapi.distributed.launch", "--nproc_per_node", "2", "-m", "package.train", "-x"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HAPI_LAUNCHER": "off"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "__main__ ['-x'] 2 2.0\n"), done.stderr

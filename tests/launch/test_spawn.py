@@ -32,6 +32,11 @@ def test_results_come_back_in_rank_order():
     assert [process.poll() for process in first.processes] == [0, 0]
 
 
+def test_what_the_shell_says_of_its_own_process_does_not_hold_for_others(monkeypatch):
+    monkeypatch.setenv("HAPI_LAUNCHER", "off")
+    assert spawn(spawned.detected, nprocs=2) == [("spawn", 0, 2), ("spawn", 1, 2)]
+
+
 def test_all_cores_or_the_named_cards():
     assert len(spawn(spawned.place)) == len(os.sched_getaffinity(0))
     assert len(spawn(spawned.place, gpus=[0, 1, 2])) == 3

@@ -13,6 +13,7 @@ import uuid
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from hapi.distributed.environment import OVERRIDE
 from hapi.distributed.launch.agent import Agent, worker_spec
 from hapi.distributed.launch.channel import Channel, Lost
 from hapi.distributed.launch.console import say
@@ -23,6 +24,7 @@ from hapi.distributed.launch.job import Job, Told
 from hapi.distributed.launch.logs import WorkerLogs
 from hapi.distributed.launch.options import Options
 from hapi.distributed.launch.stores import serve
+from hapi.distributed.launchers import OWNER
 
 # A host that is gone is noticed within 3 x 2 s, and not waited for: the last call is longer than that.
 _ELASTIC = {"keep_alive_interval": 2, "keep_alive_max_attempt": 3, "last_call_timeout": 8}
@@ -171,6 +173,8 @@ def _environment(placement: Placement) -> dict[str, str]:
     environment = {
         **placement.environment,
         "HAPI_LAUNCHED_BY": "hapirun",
+        # What holds for the shell that this was typed into, or for a rank that started it: empty is as if not set.
+        **dict.fromkeys((OVERRIDE, OWNER), ""),
         # The workers are clients of the store that the launcher keeps.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         # What the launcher sets for itself is not for a torchrun that a worker may start.
