@@ -12,6 +12,9 @@ import time
 import pytest
 from launches import Launch, eventually, is_gone
 
+from hapi.distributed.launch import stub
+from hapi.distributed.launch.logs import WorkerLogs
+
 TWO = ("--nproc_per_node", "2")
 WAITING = """
     import os, pathlib, signal, subprocess, sys, time
@@ -239,6 +242,50 @@ def test_restarts_append_and_count(tmp_path):
     again = Launch(tmp_path, script, *TWO, "--max_restart", "1", arguments=("2",))
     assert again.wait() == 4
     assert re.findall(r"round (\d)", again.log(1)) == ["0", "1"], "fresh for each run"
+
+
+def test_two_jobs_that_log_into_one_folder(tmp_path):
+    script = """
+        import os, pathlib, sys, time
+        job, rank, number = sys.argv[1], os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+        print(f"{job} of rank {rank} begins", number, flush=True)
+        pathlib.Path(f"begun{job}{rank}").write_text("x")
+        while job == "first" and not pathlib.Path("begunsecond1").exists():
+            time.sleep(0.01)
+        while job == "second" and not pathlib.Path("over").exists():
+            time.sleep(0.01)
+        time.sleep(0.2)
+        print(f"{job} of rank {rank} ends", number, flush=True)
+        if job == "first":
+            os._exit(6) if rank == "1" else time.sleep(60)
+    """
+    first = Launch(tmp_path, script, *TWO, "--max_restart", "1", arguments=("first",))
+    [first.until(f"begunfirst{rank}") for rank in range(2)]
+    second = Launch(tmp_path, script, *TWO, arguments=("second",), console=tmp_path / "second")
+    assert first.wait() == 6, first.err
+    (tmp_path / "over").write_text("x")
+    assert second.wait() == 0, second.err
+    lines = [f"first of rank 0 {what} {number}\n" for number in range(2) for what in ("begins", "ends")]
+    assert first.out == "".join(lines)
+    assert second.out == second.log(0) == "second of rank 0 begins 0\nsecond of rank 0 ends 0\n"
+    assert second.log(1) == "second of rank 1 begins 0\nsecond of rank 1 ends 0\n"
+    assert "its log, which another job has replaced:\n  first of rank 1 begins" in re.sub("hapirun: ", "", first.err)
+    assert "All that rank 1 wrote" not in first.err
+
+
+def test_two_jobs_that_start_in_one_folder_at_one_moment(tmp_path, capfd):
+    environments, all_logs = [], []
+    for _ in range(2):
+        all_logs.append(WorkerLogs(str(tmp_path), {}))
+        environments.append({0: {"RANK": "0", "WORLD_SIZE": "1"}})
+        all_logs[-1].reify(environments[-1])
+    (tmp_path / "s.py").write_text("import sys; print(sys.argv[1])")
+    for job, logs in enumerate(all_logs):
+        command = [sys.executable, stub.__file__, "script", str(tmp_path / "s.py"), str(job)]
+        subprocess.run(command, env={**os.environ, **environments[job][0]}, check=True)
+        logs.close()
+        assert capfd.readouterr().out == f"{job}\n"
+    assert (tmp_path / "workerlog.0").read_text() == "1\n"
 
 
 def test_rank_0_has_a_terminal_where_the_launcher_has_one(tmp_path):

@@ -116,7 +116,8 @@ class Agent(LocalElasticAgent):
         workers = []
         for local_rank, handler in self._pcontext.subprocess_handlers.items():
             rank = worker_group.workers[local_rank].global_rank
-            workers.append(Worker(rank, handler.proc, self._logs.error_file(rank), self._logs.path(rank)))
+            log, output = self._logs.path(rank), self._logs.held(rank)
+            workers.append(Worker(rank, handler.proc, self._logs.error_file(rank), log, output))
         self._watch = Watch(workers)
         return identifiers
 

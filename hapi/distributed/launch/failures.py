@@ -156,7 +156,8 @@ def describe(first: Failure, failures: Sequence[Failure], already_shown: bool) -
     elif first.traceback.strip() != first.message:
         lines.append(first.traceback.rstrip())
     elif first.tail and not already_shown:
-        lines += [f"The last lines of {first.log}:", *(f"  {line}" for line in first.tail.splitlines())]
+        log = first.log or "its log, which another job has replaced"
+        lines += [f"The last lines of {log}:", *(f"  {line}" for line in first.tail.splitlines())]
     if alike:
         lines.append(f"The same on rank{'s' if len(alike) > 1 else ''} {ranges(alike)}.")
     lines += [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -16,6 +17,7 @@ from hapi.distributed.launch.console import Output, show
 from hapi.distributed.launch.options import UsageError
 
 _NAME = "workerlog."
+_WRITE = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
 
 
 class WorkerLogs(LogsSpecs):
@@ -34,6 +36,7 @@ class WorkerLogs(LogsSpecs):
         self.folder = Path(folder)
         self._environment = dict(environment)
         self._output: Output | None = None
+        self._held: dict[int, int] = {}
         self.errors = Path(tempfile.mkdtemp(prefix="hapirun-"))
         self.shows_rank_0 = False
         """Whether what rank 0 wrote in this round stands on this console."""
@@ -59,6 +62,15 @@ class WorkerLogs(LogsSpecs):
         """The log of a rank."""
         return self.folder / f"{_NAME}{rank}"
 
+    def held(self, rank: int) -> Path:
+        """The same file, by a name that stays this job's own when another job takes the one in the folder."""
+        descriptor, path = self._held[rank], self.path(rank).absolute()
+        held = Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+        with contextlib.suppress(OSError):
+            if os.path.samestat(held.stat(), os.fstat(descriptor)):
+                return held
+        return path  # no Linux
+
     def error_file(self, rank: int) -> Path:
         """Where a rank of this round leaves its exception."""
         return self.errors / f"{self.round}.{rank}.json"
@@ -69,14 +81,15 @@ class WorkerLogs(LogsSpecs):
         self.shows_rank_0 = False
         for environment in envs.values():
             rank = int(environment["RANK"])
-            position = self._make(self.path(rank))
+            position = self._make(rank)
             environment.update(self._environment)
             environment["TORCHELASTIC_RESTART_COUNT"] = str(self.round)
             environment[stub.ERROR_FILE] = str(self.error_file(rank))
             environment[stub.PARENT] = str(os.getpid())
             environment[stub.LOG] = str(self.path(rank).absolute())
+            environment[stub.HELD] = str(self.held(rank))
             if rank == 0:
-                self._output = show(self.path(rank), position)
+                self._output = show(self.held(rank), position)
                 self.shows_rank_0 = True
                 if self._output.target:
                     environment[stub.CONSOLE] = self._output.target
@@ -90,13 +103,19 @@ class WorkerLogs(LogsSpecs):
             error_files=dict.fromkeys(envs, os.devnull),
         )
 
-    def _make(self, path: Path) -> int:
-        fresh = os.O_TRUNC if self.round == 0 else os.O_APPEND
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | fresh, 0o600)
-        os.fchmod(descriptor, 0o600)
-        size = os.fstat(descriptor).st_size
-        os.close(descriptor)
-        return size
+    def _make(self, rank: int) -> int:
+        """See that the rank has its file, and say how long it is."""
+        path = self.path(rank)
+        if rank not in self._held or not path.exists():
+            self._let_go(rank)
+            descriptor = _create(path) if self.round == 0 else os.open(path, _WRITE | os.O_APPEND, 0o600)
+            os.fchmod(descriptor, 0o600)
+            self._held[rank] = descriptor
+        return os.fstat(self._held[rank]).st_size
+
+    def _let_go(self, rank: int) -> None:
+        if rank in self._held:
+            os.close(self._held.pop(rank))
 
     def _remove_others(self, world_size: int) -> None:
         """Logs of an earlier run with more ranks would be taken for this one's."""
@@ -115,4 +134,16 @@ class WorkerLogs(LogsSpecs):
     def close(self) -> None:
         """Remove what no one will read."""
         self.stop_showing()
+        for rank in list(self._held):
+            self._let_go(rank)
         shutil.rmtree(self.errors, ignore_errors=True)
+
+
+def _create(path: Path) -> int:
+    """A new file of this name. The old one may be that of a job that still runs, which goes on writing to it."""
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        # Another job may do the same at this moment.
+        with contextlib.suppress(FileExistsError):
+            return os.open(path, _WRITE | os.O_EXCL, 0o600)

@@ -10,6 +10,7 @@ first milliseconds on, and the seconds that importing torch takes are spent once
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import json
@@ -20,11 +21,11 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-PARENT, LOG, CONSOLE = "HAPI_STUB_PARENT", "HAPI_STUB_LOG", "HAPI_STUB_CONSOLE"
+PARENT, LOG, HELD, CONSOLE = "HAPI_STUB_PARENT", "HAPI_STUB_LOG", "HAPI_STUB_HELD", "HAPI_STUB_CONSOLE"
 """Variables that the launcher sets for this file alone; they are gone when the user's code runs."""
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -38,7 +39,7 @@ _FRAMES_BEFORE_THE_USERS = (__file__, runpy.__file__, "<frozen runpy>", "<frozen
 def main() -> None:
     """Set this process up, then become the user's program."""
     _die_with(os.environ.pop(PARENT, None))
-    _redirect(os.environ.pop(LOG, None), os.environ.pop(CONSOLE, None))
+    _redirect(*(os.environ.pop(name, None) for name in (CONSOLE, HELD, LOG)))
     faulthandler.enable()
     sys.excepthook = _excepthook
     kind, target, arguments = sys.argv[1], sys.argv[2], sys.argv[3:]
@@ -64,11 +65,12 @@ def _die_with(parent: str | None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _redirect(log: str | None, console: str | None) -> None:
-    path = console or log
-    if path is None:
+def _redirect(*names: str | None) -> None:
+    """Write to the first of these that can be opened: a system may keep a process out of what another one holds."""
+    paths = [path for path in names if path]
+    if not paths:
         return
-    output = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
+    output = _opened(paths)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
@@ -76,6 +78,14 @@ def _redirect(log: str | None, console: str | None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)
+
+
+def _opened(paths: Sequence[str]) -> int:
+    flags = os.O_WRONLY | os.O_APPEND | os.O_NOCTTY
+    for path in paths[:-1]:
+        with contextlib.suppress(OSError):
+            return os.open(path, flags)
+    return os.open(paths[-1], flags)
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

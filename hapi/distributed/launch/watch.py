@@ -34,6 +34,8 @@ class Worker:
     process: subprocess.Popen[bytes]
     error_file: Path
     log: Path | None = None
+    output: Path | None = None
+    """The same file as `log`, whatever becomes of its name."""
     result: Path | None = None
     """What it leaves when it has done its work, None where its exit code alone says that."""
     died: float | None = None
@@ -43,6 +45,14 @@ class Worker:
     def code(self) -> int | None:
         """The exit code as `subprocess` has it, None while it runs."""
         return self.process.poll()
+
+    @property
+    def log_found(self) -> str:
+        """Where its log is found, empty where another job has taken the name since."""
+        with contextlib.suppress(OSError):
+            if self.log and self.output and self.log.samefile(self.output):
+                return str(self.log)
+        return ""
 
     @property
     def has_raised(self) -> bool:
@@ -160,8 +170,8 @@ class Watch:
                     time=error["time"] if error else died,
                     message=error["message"] if error else "",
                     traceback=error["traceback"] if error else "",
-                    log=str(worker.log or ""),
-                    tail=tail_of(worker.log),
+                    log=worker.log_found,
+                    tail=tail_of(worker.output),
                     notes=(*early, *notes),
                 )
             )
