@@ -35,6 +35,15 @@ def fail(how):
     time.sleep(60)
 
 
+def fork_that_raises():
+    pid = os.fork()
+    if pid == 0:
+        raise ValueError("of a fork")
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    time.sleep(1.0)
+    return status
+
+
 def unpicklable():
     return lambda: None
 

@@ -80,6 +80,52 @@ def test_an_exception_is_shown_once_with_its_own_frames_alone(tmp_path):
     assert "stub.py" not in launch.log(1) + launch.err
 
 
+RUNNING_A_HELPER = """
+    import os, signal, subprocess, sys, time
+    helper = "from torch.distributed.elastic.multiprocessing.errors import record; record(lambda: 1 / 0)()"
+    rank, how = os.environ["RANK"], sys.argv[1]
+    if rank == "0":
+        if os.fork() == 0:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            raise ValueError("of a fork")
+        failed = subprocess.run([sys.executable, "-c", helper], stderr=subprocess.DEVNULL).returncode
+        print("helper", failed, os.path.exists(os.environ["TORCHELASTIC_ERROR_FILE"]), flush=True)
+        open("helped", "w").write("x")
+        if how == "ends":
+            time.sleep(1)
+            sys.exit(0)
+        if how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "says it in its own way":
+            sys.exit(1)
+        time.sleep(60)
+    while not os.path.exists("helped"):
+        time.sleep(0.01)
+    time.sleep(1)
+    if how == "the other raises":
+        raise KeyError("no such column")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("ends", 0, ""),
+        ("is killed", 137, "rank 0 on .* was ended by SIGKILL"),
+        ("says it in its own way", 1, "rank 0 on .* raised ZeroDivisionError"),
+        ("the other raises", 1, "rank 1 on .* raised KeyError"),
+    ],
+)
+def test_a_failure_of_what_a_rank_runs_is_for_the_rank_to_judge(tmp_path, how, code, words):
+    launch = Launch(tmp_path, RUNNING_A_HELPER, *TWO, arguments=(how,))
+    assert launch.wait() == code, launch.err
+    assert "helper 1 True\n" in launch.out
+    assert re.search(words, launch.err), launch.err
+    assert ("ZeroDivisionError" in launch.err) == (how == "says it in its own way"), launch.err
+    assert "of a fork" not in launch.err
+    assert "rank 0" not in launch.err or how != "the other raises", "it was told to stop"
+
+
 def test_what_all_ranks_raise_is_shown_once(tmp_path):
     launch = Launch(tmp_path, "open('missing.csv')", "--nproc_per_node", "4")
     assert launch.wait() == 1

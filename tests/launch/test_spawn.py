@@ -74,6 +74,13 @@ def test_a_process_that_does_not_return(how, code, words):
         assert "stub.py" not in str(caught.value)
 
 
+def test_a_fork_that_raises_is_for_its_parent_to_judge(capfd):
+    assert spawn(spawned.fork_that_raises, nprocs=2) == [1, 1]
+    shown = capfd.readouterr().err
+    assert shown.count("ValueError: of a fork") == 2
+    assert "stub.py" not in shown
+
+
 def test_a_result_that_cannot_be_sent():
     words = r"TypeError: The function returned function, which cannot be sent .*\nThe same on rank [01]\."
     with pytest.raises(SpawnError, match=words):

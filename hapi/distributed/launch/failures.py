@@ -84,23 +84,24 @@ def first_of(failures: Sequence[Failure]) -> Failure | None:
 
 
 def read_error(path: Path) -> Mapping[str, Any] | None:
-    """What an exception left in an error file: `message`, `type`, `traceback`, `time`; None where there is none.
+    """What an exception left in an error file: `message`, `type`, `traceback`, `time`, `pid`; None where there is none.
 
-    The file may have been written by torch's own recorder, which knows whole seconds only.
+    The file may have been written by torch's own recorder, which knows whole seconds only, and leaves no pid.
     """
     try:
         message = json.loads(path.read_bytes())["message"]
         if isinstance(message, str):
-            return {"message": message, "type": "", "traceback": message, "time": path.stat().st_mtime}
+            return {"message": message, "type": "", "traceback": message, "time": path.stat().st_mtime, "pid": None}
         extra = message["extraInfo"]
         time = float(extra.get("time", path.stat().st_mtime))
         kind = str(message.get("type") or message["message"].partition(":")[0])
-        return {"message": message["message"], "type": kind, "traceback": extra["py_callstack"], "time": time}
+        found = {"message": message["message"], "type": kind, "traceback": extra["py_callstack"]}
+        return {**found, "time": time, "pid": extra.get("pid")}
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, OSError) as error:
         unread = f"an exception, whose report cannot be read ({error})"
-        return {"message": unread, "type": "", "traceback": unread, "time": path.stat().st_mtime}
+        return {"message": unread, "type": "", "traceback": unread, "time": path.stat().st_mtime, "pid": None}
 
 
 def was_caused(error: Mapping[str, Any] | None) -> bool:

@@ -31,6 +31,7 @@ PARENT, LOG, HELD, CONSOLE = "HAPI_STUB_PARENT", "HAPI_STUB_LOG", "HAPI_STUB_HEL
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 CALL, RESULT = "call.pickle", "result.pickle"
 
+_PID = os.getpid()
 _PR_SET_PDEATHSIG = 1
 _LONGEST_TRACEBACK = 100_000
 _FRAMES_BEFORE_THE_USERS = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
@@ -93,20 +94,25 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
     while trace is not None and trace.tb_frame.f_code.co_filename in _FRAMES_BEFORE_THE_USERS:
         trace = trace.tb_next
     error = error.with_traceback(trace)
-    try:
-        write_error(os.environ.get(ERROR_FILE), error)
-    except OSError as failed:
-        print(f"The launcher cannot be told of this exception: {failed}", file=sys.stderr)
+    # A fork has this hook and the rank's file, but its end is for the rank to judge.
+    if os.getpid() == _PID:
+        try:
+            write_error(os.environ.get(ERROR_FILE), error)
+        except OSError as failed:
+            print(f"The launcher cannot be told of this exception: {failed}", file=sys.stderr)
     sys.__excepthook__(kind, error, trace)
 
 
 def write_error(path: str | None, error: BaseException) -> None:
-    """Leave an exception where the launcher, and torch's agent too, look for it. Whole or not at all."""
+    """Leave an exception where the launcher, and torch's agent too, look for it. Whole or not at all.
+
+    With the process's number: a program that the rank runs has the file's name too, and torch's recorder writes to it.
+    """
     if not path:
         return
     now = time.time()
     text = "".join(traceback.format_exception(error))
-    extra = {"py_callstack": text[-_LONGEST_TRACEBACK:], "timestamp": str(int(now)), "time": now}
+    extra = {"py_callstack": text[-_LONGEST_TRACEBACK:], "timestamp": str(int(now)), "time": now, "pid": _PID}
     message = "".join(traceback.format_exception_only(type(error), error)).strip()
     kind = type(error).__name__
     _write_whole(path, json.dumps({"message": {"message": message, "type": kind, "extraInfo": extra}}).encode())

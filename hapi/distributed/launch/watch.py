@@ -13,9 +13,10 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hapi.distributed.launch.failures import Failure, is_communication, read_error, tail_of, was_caused
 
@@ -55,9 +56,19 @@ class Worker:
         return ""
 
     @property
+    def error(self) -> Mapping[str, Any] | None:
+        """The exception that has ended its program, as `read_error` has it, though the process may linger."""
+        error = read_error(self.error_file)
+        if error is None or error["pid"] == self.process.pid:
+            return error
+        # Most likely of a program that it runs or has run, whose failure is for the rank to judge. Where the rank has
+        # ended as an exception ends it, the file may be its own, by torch's recorder under a hook of the user's.
+        return error if self.code == 1 and error["pid"] is None else None
+
+    @property
     def has_raised(self) -> bool:
-        """Whether an exception has ended its program, though the process may linger."""
-        return self.error_file.exists()
+        """Whether an exception has ended its program."""
+        return self.error is not None
 
     @property
     def has_failed(self) -> bool:
@@ -134,7 +145,7 @@ class Watch:
             self._told = time.time()
         for worker in told:
             # One that has raised may finish what it does at its exit, but to have lost the others is no reason to wait.
-            error = read_error(worker.error_file)
+            error = worker.error
             if error is None or is_communication(error["message"]):
                 _send(worker.process.pid, number)
                 _send(worker.process.pid, signal.SIGCONT)
@@ -154,7 +165,7 @@ class Watch:
         notes = tuple(note for worker in self.workers for note in worker.notes)
         found = []
         for worker in self.workers:
-            error, code = read_error(worker.error_file), worker.code or 0
+            error, code = worker.error, worker.code or 0
             died = worker.died or time.time()
             after = self._told is not None and died > self._told
             if not worker.has_failed or (after and was_caused(error)):
