@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,8 +45,7 @@ def untouched(model: Any, steps: int | None = None, repeat: bool = False) -> Ite
         try:
             yield
         finally:
-            stepper.clear()
-            kept.restore()
+            _in_full([stepper.clear, kept.restore])
 
 
 def _refuse_lazy(network: nn.Module) -> None:
@@ -80,20 +80,29 @@ class _Kept:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put it back."""
-        for module in self._modules:
-            module.restore()
-        for tensor in self._tensors:
-            tensor.restore()
-        for attributes in self._attributes:
-            attributes.restore()
+        """Put it back: all that can be, before the first error is raised."""
+        parts: list[Any] = [*self._modules, *self._tensors, *self._attributes]
+        calls: list[Callable[[], Any]] = [part.restore for part in parts]
         if self._schedule is not None:
-            self._schedule.scheduler.load_state_dict(self._scheduled)
+            calls.append(partial(self._schedule.scheduler.load_state_dict, self._scheduled))
         if self._scaler is not None:
-            self._scaler.load_state_dict(self._scaled)
+            calls.append(partial(self._scaler.load_state_dict, self._scaled))
         # After the scheduler, which sets rates when it is loaded.
         if self._optimizer is not None:
-            self._optimized.restore()
+            calls.append(self._optimized.restore)
+        _in_full(calls)
+
+
+def _in_full(calls: Iterable[Callable[[], Any]]) -> None:
+    """Make all calls, whatever one of them raises; the first error goes on afterwards."""
+    failed: list[BaseException] = []
+    for call in calls:
+        try:
+            call()
+        except BaseException as error:  # Ctrl-C, too: a model that is half put back is of no use.
+            failed.append(error)
+    if failed:
+        raise failed[0]
 
 
 class _KeptTensor:
@@ -103,10 +112,28 @@ class _KeptTensor:
         self._trained = tensor.requires_grad
 
     def restore(self) -> Tensor:
-        self.tensor.detach().copy_(self._value)
+        _put_back(self.tensor, self._value)
         if self.tensor.is_leaf and self.tensor.requires_grad != self._trained:
             self.tensor.requires_grad_(self._trained)
         return self.tensor
+
+
+def _put_back(tensor: Tensor, value: Tensor) -> None:
+    """Give a tensor its value again. Memory that has it already is not written to: it may be a read-only map."""
+    now = tensor.detach()
+    if type(now) is Tensor and now.layout is torch.strided and not (now.is_nested or now.is_quantized):
+        # What expand() has made lies in memory once, and torch writes there by a view of one element alone.
+        for dim, (size, stride) in enumerate(zip(now.shape, now.stride(), strict=True)):
+            if size > 1 and stride == 0:
+                now, value = now.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+        if torch.equal(_bits(now), _bits(value)):
+            return
+    now.copy_(value)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """As bytes, of which NaN and the sign of zero have their own."""
+    return tensor.cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
 
 
 class _KeptAttributes:
@@ -141,10 +168,11 @@ class _KeptModule:
         self._extra = [copy.deepcopy(module.get_extra_state())] if tells else []
 
     def restore(self) -> None:
-        self._attributes.restore()
+        # By way of the user's code last.
         for held, before in self._members:
             held.clear()
             held.update(before)
+        self._attributes.restore()
         for state in self._extra:
             self._module.set_extra_state(state)
 
@@ -165,8 +193,10 @@ class _KeptOptimizer:
             entry.clear()
             entry.update(_restored(before), params=parameters)
         self._optimizer.state.clear()
-        for key, value in self._state.items():
-            self._optimizer.state[key] = _restored(value)
+        _in_full(partial(self._restore_state, key) for key in self._state)
+
+    def _restore_state(self, key: Any) -> None:
+        self._optimizer.state[key] = _restored(self._state[key])
 
 
 def _kept(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,66 @@ def test_an_error_in_a_trial_leaves_nothing() -> None:
     lazy = hapi.Model(nn.LazyLinear(3)).prepare(lambda parameters: torch.optim.SGD(parameters, 0.1), LearntLoss())
     with pytest.raises(ValueError, match=r"weight, bias have no shape yet.*network\(x\[:2\]\)"):
         hapi.find_lr(lazy, (X, Y))
+
+
+class Odd(nn.Module):
+    """Keeps buffers that a plain copy_ cannot write to, or that equal nothing, not even themselves."""
+
+    def __init__(self, table: Path) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        numpy.save(table, numpy.arange(600.0))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, that the map cannot be written to, and that CSR is new
+            read_only = torch.from_numpy(numpy.load(table, mmap_mode="r"))
+            rows = torch.eye(6).to_sparse_csr()
+        self.register_buffer("mask", torch.ones(1, 3).expand(4, 3), persistent=False)
+        self.register_buffer("counted", torch.zeros(1, 2).expand(3, 2))
+        self.register_buffer("other", torch.ones(2).expand(4, 2))
+        self.register_buffer("table", read_only)
+        self.register_buffer("unknown", torch.tensor([math.nan, -0.0, 1.0]))
+        self.register_buffer("sparse", torch.eye(6).to_sparse())
+        self.register_buffer("rows", rows)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.counted[0] += 1  # written to in place, as far as torch lets one
+        self.other = self.other + 1  # another tensor, of another layout in memory
+        self.unknown.fill_(0.0)
+        return self.layer((self.rows @ (self.sparse @ x.T)).T) * self.mask[0]
+
+    def held(self) -> list[Any]:
+        dense = [b.to_dense() if b.layout is not torch.strided else b for b in self.buffers()]
+        values = [b.numpy(force=True).tobytes() for b in [*self.parameters(), *dense]]
+        return [values, [id(b) for b in self.buffers()], [b.stride() for b in (self.mask, self.counted, self.other)]]
+
+
+LOOKS = [
+    *TRIALS,
+    lambda subject, data: subject.summary((4, 6)),
+    lambda subject, data: hapi.flops(subject.network, (4, 6)),
+]
+
+
+@pytest.mark.parametrize("look", LOOKS, ids=["find_lr", "fast_dev_run", "overfit_batches", "summary", "flops"])
+def test_buffers_of_every_layout_are_put_back(look: Any, tmp_path: Path) -> None:
+    net = Odd(tmp_path / "table.npy")
+    made = hapi.Model(net).prepare(torch.optim.SGD(net.parameters(), 0.1), nn.CrossEntropyLoss())
+    before = net.held()
+    look(made, (X, Y))
+    assert net.held() == before
+    assert (made.steps_trained, made.optimizer.param_groups[0]["lr"]) == (0, 0.1)
+    assert not net.counted.any()
+
+
+def test_what_cannot_be_put_back_keeps_nothing_else_from_it() -> None:
+    subject = model()
+    before = everything(subject)
+    lost, value = subject.network.passing, subject.network.passing.clone()
+    with pytest.raises(RuntimeError, match="size of tensor"), untouched(subject):
+        subject.fit((X, Y), batch_size=8, verbose=0)
+        lost.resize_(5)
+    lost.resize_(2).copy_(value)
+    assert same(everything(subject), before)
 
 
 class Line(nn.Module):
