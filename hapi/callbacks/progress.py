@@ -58,9 +58,7 @@ class ProgBarLogger(Callback):
         self.log_freq, self.verbose = log_freq, verbose
         self._shows = False
         self._pass: _Pass | None = None
-        self._training = False
-        self._title = ""
-        self._epoch_began = 0.0
+        self._training, self._title, self._epoch_began = False, "", 0.0
         self._speed: str | None = None
         # Steps trained when the fit began, and when its epoch did: a run that is resumed goes on within both.
         self._fit_start = self._epoch_start = 0
@@ -108,6 +106,13 @@ class ProgBarLogger(Callback):
         extent = _Extent((logs or {}).get("steps"), self.params.get("eval_global_batch"))
         self._begin_pass(f"{self._title} evaluate", extent, _EVALUATION_LINES)
 
+    def on_eval_batch_begin(self, step: int, logs: Logs | None = None) -> None:
+        """Count it: the hook of its end is called for some steps alone."""
+        if self._pass is not None:
+            self._pass.last = step, time.monotonic()
+
+    on_predict_batch_begin = on_eval_batch_begin
+
     def on_eval_batch_end(self, step: int, logs: Logs | None = None) -> None:
         """Show the running values."""
         self._show(step, logs)
@@ -133,8 +138,7 @@ class ProgBarLogger(Callback):
 
     def on_exception(self, exc: BaseException) -> None:
         """Take the bar away, so that the traceback stands alone."""
-        self._training = False
-        self._end_pass()
+        self.on_train_end()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the fit and its epoch began."""
@@ -161,7 +165,7 @@ class ProgBarLogger(Callback):
         """The training of the epoch is over, if it was not before."""
         ended = self._end_pass()
         if ended is not None:
-            ended.done = self.model.steps_trained - self._epoch_start
+            ended.reach(self.model.steps_trained - self._epoch_start)
             self._speed = ended.speed()
 
     def _extent(self) -> _Extent:
@@ -181,12 +185,12 @@ class ProgBarLogger(Callback):
     def _looks_at(self, step: int) -> bool:
         if self._pass is None:
             return False
-        self._pass.done = step + 1
+        self._pass.reach(step + 1)
         return self._pass.is_due()
 
     def _show(self, step: int, logs: Logs | None) -> None:
         if self._pass is not None:
-            self._pass.done = step + 1
+            self._pass.reach(step + 1)
             self._pass.show(logs or {})
 
     def _end_pass(self) -> _Pass | None:
@@ -199,9 +203,7 @@ class ProgBarLogger(Callback):
         """The end of evaluate or predict."""
         ended = self._end_pass()
         if ended is not None:
-            if ended.extent.samples is not None:
-                ended.done = ended.extent.steps or 0
-            self._speed = ended.speed()
+            self._speed = ended.speed_of_all()
             self._summarize(title, time.monotonic() - ended.began, logs)
 
     def _summarize(self, title: str, seconds: float, logs: Logs | None) -> None:
@@ -236,12 +238,27 @@ class _Extent(NamedTuple):
 
 
 class _Pass:
-    """One pass over data as it is shown; `done` are its steps that are known to be done."""
+    """One pass over data as it is shown; `done` are its steps that are known to be done, at the time `at`."""
 
     def __init__(self, title: str, extent: _Extent) -> None:
         self.title, self.extent = title, extent
         self.done = extent.before
-        self.began = self.shown = time.monotonic()
+        self.began = self.shown = self.at = time.monotonic()
+        # What was done when the last step began, and when that was: known of evaluate and predict.
+        self.last = -1, self.began
+
+    def reach(self, done: int) -> None:
+        """So many steps are done now."""
+        self.done, self.at = done, time.monotonic()
+
+    def speed_of_all(self) -> str | None:
+        """That of evaluate or predict at its end: of the steps that began; `num_iters` may be more than there are."""
+        self.reach(self.last[0] + 1)
+        if self.extent.samples is not None:
+            self.done = self.extent.steps or 0
+        elif self.extent.batch is not None:
+            self.done, self.at = self.last  # how many samples the last step had is not known
+        return self.speed()
 
     def is_due(self) -> bool:
         """Whether it is to be shown now; what it would show need not be gathered before."""
@@ -256,7 +273,7 @@ class _Pass:
 
     def speed(self) -> str | None:
         """That of the pass so far."""
-        return self.extent.speed(self.done, time.monotonic() - self.began)
+        return self.extent.speed(self.done, self.at - self.began)
 
 
 class _Lines(_Pass):
@@ -322,10 +339,7 @@ def _clock(seconds: float) -> str:
 
 
 def _line_step(steps: int | None, log_freq: int, lines: int) -> int:
-    if steps is None:
-        return log_freq
-    part = -(-steps // lines)
-    return -(-part // log_freq) * log_freq
+    return log_freq if steps is None else -(-steps // (lines * log_freq)) * log_freq
 
 
 def _has_screen() -> bool:

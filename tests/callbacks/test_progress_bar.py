@@ -212,6 +212,33 @@ def test_evaluate_and_predict_alone_end_with_their_own_line(clock, capsys):
     ]
 
 
+@pytest.mark.parametrize("steps", [1, 7, 10, 19, 20])
+@pytest.mark.parametrize("extent", [{}, {"steps": 19}, {"steps": 50}], ids=["unknown", "known", "at most"])
+def test_the_speed_of_evaluate_and_predict_is_that_of_all_steps(clock, capsys, steps, extent):
+    callbacks = CallbackList([ProgBarLogger(log_freq=10)], FakeModel(), extent)
+    callbacks.call("on_eval_begin")
+    run_steps(callbacks, "eval", steps, clock, 0.2)
+    clock.now += 0.2 * steps  # what comes at the end is of all steps, too
+    callbacks.call("on_eval_end", logs={"loss": 0.75})
+    callbacks.call("on_predict_begin")
+    run_steps(callbacks, "predict", steps, clock, 0.1)
+    callbacks.call("on_predict_end")
+    assert capsys.readouterr().out.splitlines() == [
+        f"Evaluate - {0.4 * steps:.1f}s - loss 0.7500 - 400.0 ms/step",
+        f"Predict - {0.1 * steps:.1f}s - 100.0 ms/step",
+    ]
+
+
+@pytest.mark.parametrize(("steps", "speed"), [(1, ""), (2, " - 80 samples/s"), (20, " - 80 samples/s")])
+def test_a_last_step_of_which_the_samples_are_unknown_counts_for_no_speed(clock, capsys, steps, speed):
+    callbacks = CallbackList([ProgBarLogger(log_freq=10)], FakeModel(), {"global_batch": 8})
+    callbacks.call("on_predict_begin")
+    run_steps(callbacks, "predict", steps, clock, 0.1)
+    clock.now += 10.0
+    callbacks.call("on_predict_end")
+    assert capsys.readouterr().out == f"Predict - {0.1 * steps + 10.0:.1f}s{speed}\n"
+
+
 def test_a_line_is_one_string(clock, monkeypatch):
     written = []
     monkeypatch.setattr(sys.stdout, "write", written.append)
