@@ -41,18 +41,20 @@ class Schedule:
         self.interval = interval or default_interval(scheduler)
         self._is_restored = False
 
-    def check(self, names: Sequence[str], updates: int | None) -> None:
+    def check(self, names: Sequence[str], moves: int | None, interval: str) -> None:
         """Called before the first epoch.
 
         Args:
             names: Those that epoch logs will have.
-            updates: Optimizer steps to come, or None.
+            moves: Optimizer steps, or epochs, to come; None: unknown.
+            interval: Which of the two, "step" or "epoch": what the fit will have, its callbacks considered.
 
         Raises:
             ValueError: The value that the scheduler watches is not among the names, or it ends before training does.
         """
-        if isinstance(self.scheduler, lr_scheduler.OneCycleLR) and self.interval == "step" and updates is not None:
-            self._check_length(int(self.scheduler.total_steps), int(self.scheduler.last_epoch), updates)
+        if isinstance(self.scheduler, lr_scheduler.OneCycleLR) and moves is not None:
+            to_come = f"{moves} {'optimizer steps' if interval == 'step' else 'epochs with a step each'}"
+            self._check_length(int(self.scheduler.total_steps), int(self.scheduler.last_epoch), moves, to_come)
         if self.needs_metric and "val_loss" not in names:
             raise ValueError(
                 "The scheduler ReduceLROnPlateau watches val_loss, but fit has no eval_data, so that it would never "
@@ -60,20 +62,20 @@ class Schedule:
                 'hapi.callbacks.ReduceLROnPlateau(monitor="loss") instead.'
             )
 
-    def _check_length(self, total: int, done: int, updates: int) -> None:
-        if done + updates <= total:
+    def _check_length(self, total: int, done: int, moves: int, to_come: str) -> None:
+        if done + moves <= total:
             return
         if self._is_restored:
             # What the script writes now was replaced by what was saved.
             raise ValueError(
                 f"OneCycleLR goes on from a checkpoint, whose cycle has {total} steps, of which {done} are taken, but "
-                f"{updates} optimizer steps are to come. Train as long as that run was to, with its epochs, batch_size "
+                f"{to_come} are to come. Train as long as that run was to, with its epochs, batch_size "
                 "and accumulate_grad_batches, or load the weights alone by model.load(path, reset_optimizer=True) and "
                 "begin a new cycle by a fit without resume."
             )
         raise ValueError(
-            f"OneCycleLR was made for {total} steps, of which {done} are taken, but {updates} optimizer steps "
-            f"are to come. Write total_steps={done + updates}."
+            f"OneCycleLR was made for {total} steps, of which {done} are taken, but {to_come} are to come. Write "
+            f"total_steps={done + moves}."
         )
 
     def restore(self, state: dict[str, Any]) -> None:

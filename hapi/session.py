@@ -70,8 +70,7 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
     resumed = None if state is None else resuming.take_over(state, train, apart)
     begun = (0, model.epochs_trained) if resumed is None else (resumed.iterations, resumed.first_epoch)
     params = _fit_params(model, options, train, evaluation, begun[1])
-    if engine.prepared.schedule is not None:
-        engine.prepared.schedule.check(params["metrics"], _planned_updates(params, options, train, resumed))
+    _check_schedule(model, chosen, params, options, train, resumed)
     _refuse_unwritable([options.save_dir, *(getattr(callback, "save_dir", None) for callback in chosen)])
     run = loop.Run(model, engine.split, stepper, engine.prepared.metrics, CallbackList(chosen, model, params), seed)
     cursor = Cursor(train, evaluation, lambda: stepper.learning_rate, *begun)
@@ -117,13 +116,37 @@ def _agreed_callbacks(model: Model, eval_data: Any, callbacks: Any, options: Fit
     return chosen
 
 
-def _planned_updates(params: dict[str, Any], options: FitOptions, train: Feed, resumed: Resumed | None) -> int | None:
-    """Optimizer steps to come in a fit that runs to its end; None where that is not known beforehand."""
-    if train.steps is None or options.num_iters is not None:
+def _check_schedule(
+    model: Model, chosen: list[Callback], params: dict[str, Any], options: FitOptions, train: Feed,
+    resumed: Resumed | None,
+) -> None:  # fmt: skip
+    """See before the first step that the scheduler can do all that is to come, at the interval that it will have."""
+    schedule = model._engine.prepared.schedule
+    if schedule is None:
+        return
+    # Only for a process that has a scheduler.
+    from hapi.callbacks.lr import LRScheduler
+
+    # Set by the callback when training begins, which is too late to refuse anything.
+    wished = [callback.interval for callback in chosen if isinstance(callback, LRScheduler)]
+    interval = next(filter(None, wished), schedule.interval)
+    schedule.check(params["metrics"], _planned_moves(interval, params, options, train, resumed), interval)
+
+
+def _planned_moves(
+    interval: str, params: dict[str, Any], options: FitOptions, train: Feed, resumed: Resumed | None
+) -> int | None:
+    """Optimizer steps, or epochs, to come in a fit that runs to its end; None where that is not known beforehand."""
+    if options.num_iters is not None:
         return None
     epochs = int(params["last_epoch"] - params["first_epoch"])
     if epochs <= 0 or (resumed is not None and resumed.stopped):
         return 0
+    if interval == "epoch":
+        # One that was begun before has its step still to come.
+        return epochs
+    if train.steps is None:
+        return None
     first = train.steps - _steps_taken(train, resumed)
     updates, of_first = (-(-steps // options.accumulate_grad_batches) for steps in (train.steps, first))
     return updates * (epochs - 1) + of_first

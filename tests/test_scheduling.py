@@ -144,6 +144,66 @@ def test_lr_callback_decides_for_one_fit() -> None:
     assert epochs == curve(one_cycle, 3)
 
 
+@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize("own", [None, "step", "epoch"])
+@pytest.mark.parametrize(
+    "callback", [None, LRScheduler(), LRScheduler(by_epoch=True), LRScheduler(by_step=False), LRScheduler(by_step=True)]
+)
+def test_a_cycle_is_as_long_as_what_it_counts_in_this_fit(
+    epochs: int, own: str | None, callback: LRScheduler | None
+) -> None:
+    """Refused are those that would end within it, before the first step; also where data has no known length."""
+    interval = (None if callback is None else callback.interval) or own or "step"
+    moves = epochs * STEPS if interval == "step" else epochs
+    chosen = [] if callback is None else [callback]
+    make = partial(lr_scheduler.OneCycleLR, max_lr=2.0, total_steps=moves)
+    subject = model(make, scheduler_interval=own)
+    before = subject.scheduler_interval
+    rates, of_epochs = fit(subject, epochs, chosen)
+    assert (rates if interval == "step" else of_epochs) == curve(make, moves)
+    assert subject.scheduler.last_epoch == moves and subject.scheduler_interval == before
+    unit = "optimizer steps" if interval == "step" else "epochs with a step each"
+    words = rf"made for {moves} steps, of which {moves} are taken, but .* {unit} are to come.*total_steps={2 * moves}\."
+    with pytest.raises(ValueError, match=words):
+        fit(subject, epochs, chosen)
+    assert subject.steps_trained == epochs * STEPS and subject.scheduler_interval == before
+
+
+def test_epochs_are_counted_where_their_steps_are_not_known() -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(zip(X, Y, strict=True))
+
+    make = partial(lr_scheduler.OneCycleLR, max_lr=2.0, total_steps=3)
+    data: Any = Stream()
+    subject = model(make, scheduler_interval="epoch")
+    with pytest.raises(ValueError, match=r"but 4 epochs with a step each are to come. Write total_steps=4\."):
+        subject.fit(data, epochs=4, batch_size=4, verbose=0)
+    assert subject.steps_trained == 0
+    # How many epochs a number of steps makes is not known.
+    subject.fit(data, epochs=4, batch_size=4, verbose=0, num_iters=2 * STEPS)
+    subject.fit(data, epochs=1, batch_size=4, verbose=0)
+    assert subject.scheduler.last_epoch == 3
+
+
+def test_a_cycle_of_epochs_goes_on_wherever_the_run_was_ended(tmp_path: Path) -> None:
+    make = partial(lr_scheduler.OneCycleLR, max_lr=2.0, total_steps=3)
+    options = {"eval_data": (X, Y), "seed": 3}
+    straight = model(make)
+    rates, epochs = fit(straight, callbacks=[LRScheduler(by_epoch=True)], **options)
+    for cut in (2, 7, 10, 14):
+        callbacks = [LRScheduler(by_epoch=True), ModelCheckpoint(every_n_steps=1)]
+        saving = {**options, "save_dir": tmp_path / str(cut)}
+        with pytest.raises(Ended):
+            fit(model(make), callbacks=[*callbacks, EndsAt(cut)], **saving)
+        with pytest.raises(ValueError, match=r"has 3 steps, of which \d are taken, but \d epochs with .*its epochs"):
+            fit(model(make), 4, callbacks, resume=True, **saving)
+        resumed = model(make)
+        assert fit(resumed, callbacks=callbacks, resume=True, **saving) == (rates[cut:], epochs), cut
+        assert all(map(torch.equal, resumed.parameters(), straight.parameters())), cut
+        assert (resumed.scheduler.last_epoch, resumed.scheduler_interval) == (3, "step")
+
+
 def test_an_object_or_a_callable() -> None:
     subject = model(None)
     scheduler = step_lr(subject.optimizer)

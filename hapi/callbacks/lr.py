@@ -37,6 +37,14 @@ class LRScheduler(Callback):
         self.by_step, self.by_epoch = by_step, by_epoch
         self._before: tuple[Any] | None = None
 
+    @property
+    def interval(self) -> str | None:
+        """What it sets the model's interval to: "step" or "epoch"; None: it stays."""
+        if self.by_step is None and self.by_epoch is None:
+            return None
+        steps = self.by_step if self.by_step is not None else not self.by_epoch
+        return "step" if steps else "epoch"
+
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Set the model's interval."""
         if self.model.scheduler is None:
@@ -50,11 +58,9 @@ class LRScheduler(Callback):
                 f"callbacks holds {count} of LRScheduler, but a scheduler steps at one time, and the model's own "
                 "interval would be lost. Keep one of them."
             )
-        if self.by_step is None and self.by_epoch is None:
-            return
-        self._before = (self.model.scheduler_interval,)
-        steps = self.by_step if self.by_step is not None else not self.by_epoch
-        self.model.scheduler_interval = "step" if steps else "epoch"
+        if self.interval is not None:
+            self._before = (self.model.scheduler_interval,)
+            self.model.scheduler_interval = self.interval
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Give the model its own interval back."""
