@@ -98,11 +98,12 @@ class CSVLogger(Callback):
         try:
             with self.path.open(newline="", encoding="utf-8") as file:
                 lines = file.readlines()
-            if lines and not lines[-1].endswith(("\n", "\r")):
-                # A row that a full disk or a power cut has torn.
-                lines.pop()
-            reader = csv.DictReader(lines, delimiter=self.separator)
+            # What a full disk or a power cut has torn has no end; nor has what some editors save, which is whole.
+            is_open = bool(lines) and not lines[-1].endswith(("\n", "\r"))
+            reader = csv.DictReader(lines[:-1] if is_open and len(lines) == 1 else lines, delimiter=self.separator)
             rows = list(reader)
+            if is_open and rows and None in rows[-1].values():
+                rows.pop()
         except (UnicodeDecodeError, csv.Error) as error:
             raise self._no_log(f"which cannot be read ({error}): it is another file") from error
         columns = list(reader.fieldnames or ())

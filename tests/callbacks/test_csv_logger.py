@@ -100,6 +100,26 @@ def test_a_row_that_was_torn_is_left_out(tmp_path):
     assert path.read_text() == "epoch,loss,acc\n1,3.0,0.5\n"
 
 
+@pytest.mark.parametrize("cut", range(1, 13))
+def test_a_whole_row_whose_end_an_editor_has_taken_away_stays(tmp_path, cut):
+    """The last line is "2,2.0,0.75" with "\\r\\n": what is cut off decides what is left of it."""
+    path = tmp_path / "log.csv"
+    for resumed in (False, True):
+        state = fit([CSVLogger(path)], ROWS).callbacks.state_dict()
+        path.write_bytes(path.read_bytes()[:-cut])
+        last = "2,2.0,0.75"[: 12 - cut]
+        kept = f"{last}\n" if last.count(",") == 2 else ""  # two bytes end a line: less than a row's cells are no row
+        logger = CSVLogger(path, append=not resumed)
+        fit([logger], [{"loss": 1.0, "acc": 1.0}], first_epoch=2, state=state if resumed else None)
+        assert path.read_text() == f"epoch,loss,acc\n1,3.0,0.5\n{kept}3,1.0,1.0\n"
+    # One that is trained again is replaced, whole or not.
+    state = fit([CSVLogger(path)], ROWS[:1]).callbacks.state_dict()
+    fit([CSVLogger(path, append=True)], ROWS[1:], first_epoch=1)
+    path.write_bytes(path.read_bytes()[:-cut])
+    fit([CSVLogger(path)], [{"loss": 1.0, "acc": 1.0}], first_epoch=1, state=state)
+    assert path.read_text() == "epoch,loss,acc\n1,3.0,0.5\n2,1.0,1.0\n"
+
+
 def test_a_resumed_fit_with_columns_that_come_later(tmp_path):
     path = tmp_path / "log.csv"
     state = fit([CSVLogger(path)], ROWS).callbacks.state_dict()
