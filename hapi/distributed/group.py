@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.utils.data
 
 from hapi.device import current_device
-from hapi.distributed import excepthook
+from hapi.distributed import contents, excepthook
 from hapi.distributed.launchers import OWNER, LaunchInfo, detect, owner_mark, placed, told
 
 T = TypeVar("T")
@@ -336,7 +336,12 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
     bucket: list[torch.Tensor] = []
     filled = 0
     with torch.no_grad():
-        for tensor in tensors:
+        for given in tensors:
+            if not contents.is_plain(given):
+                # They are rare: a graph's edges, say.
+                contents.write_whole(given, broadcast_object(contents.whole(given)))
+                continue
+            tensor = contents.lying_once(given)
             if bucket and (tensor.device != bucket[0].device or filled > _BROADCAST_BUCKET_BYTES):
                 _broadcast_bucket(bucket)
                 bucket, filled = [], 0
@@ -369,13 +374,11 @@ def gather_rows(rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]
 
 
 def _broadcast_bucket(bucket: list[torch.Tensor]) -> None:
-    # As bytes: backends know few dtypes, and nothing is computed here.
-    pieces = [tensor.reshape(-1).view(torch.uint8) for tensor in bucket]
-    if len(bucket) == 1 and bucket[0].is_contiguous():
+    pieces = [contents.raw(tensor) for tensor in bucket]
+    if len(bucket) == 1 and contents.lies_as_it_is(bucket[0]):
         dist.broadcast(pieces[0], src=0)
         return
     flat = torch.cat(pieces)
     dist.broadcast(flat, src=0)
     for tensor, piece in zip(bucket, torch.split(flat, [len(piece) for piece in pieces]), strict=True):
-        # A clone starts where any dtype may start.
-        tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+        contents.write_raw(tensor, piece)

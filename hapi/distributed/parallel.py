@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hapi.distributed import group
+from hapi.distributed import contents, group
 
 _NOTHING = nullcontext()
 
@@ -51,6 +51,8 @@ class Replica(nn.Module):
         dtype = torch.float64 if first is not None and first.dtype == torch.float64 else torch.float32
         self.probe = nn.Parameter(torch.zeros((), dtype=dtype, device=first.device if first is not None else None))
         self.marks = nn.Parameter(self.probe.new_zeros(0))
+        # The ids of parameters of which DDP shall expect sparse gradients.
+        self.sparse: set[int] = set()
 
     def forward(self, *arguments: Any) -> Any:
         """The computation; without arguments, for a rank without samples, nothing."""
@@ -68,6 +70,20 @@ _EXCHANGED = (
 """Dtypes that both gloo and NCCL know."""
 
 
+def left_to_us(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What DDP fails on where it gives all ranks rank 0's, by name; `group.broadcast_tensors` does not.
+
+    Dtypes that backends do not know, and tensors that are not each number at a place of its own. What needs a gradient
+    is not among them: that has to be reduced, too.
+    """
+    named = [(name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    return {name: tensor for name, tensor in [*named, *module.named_buffers()] if not _is_known(tensor)}
+
+
+def _is_known(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in _EXCHANGED and contents.is_plain(tensor) and contents.lying_once(tensor) is tensor
+
+
 class _FixedBuckets(DistributedDataParallel):
     """DDP whose buckets are laid out at construction, from the last layer to the first.
 
@@ -76,12 +92,12 @@ class _FixedBuckets(DistributedDataParallel):
     """
 
     def _build_params_for_reducer(self) -> Any:
-        parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        parameters, _ = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         # Probe and marks, which come last, go into the bucket of the first layer: alone they would be an exchange more.
         own, others = slice(2), slice(2, None)
         order = [*range(len(parameters))]
         order = [*order[others][:0:-1], *order[own], *order[others][:1]]
-        return [parameters[index] for index in order], [sparse[index] for index in order]
+        return [parameters[index] for index in order], [id(parameters[index]) in self.module.sparse for index in order]
 
     def fix_buckets(self) -> None:
         """Do now what DDP would do after its first step, where this build of torch lets us."""
@@ -110,6 +126,7 @@ class GradientExchange:
     def begin(self) -> None:
         """Start anew, with the parameters that the network has now. Called on every rank or on none."""
         self._unwrap()
+        self._kinds = _SparseGradients()
         # Walking the modules takes longer than a small network's step.
         self._own = self.replica.own()
 
@@ -123,6 +140,7 @@ class GradientExchange:
         if self._wrapped is None or layout != self._layout:
             self._unwrap()
             self._wrap(layout)
+        self._kinds.watching = True
 
     def forward(self, *arguments: Any) -> Any:
         """One forward pass; without arguments, the part of a rank that has no samples: there is no backward then."""
@@ -161,6 +179,11 @@ class GradientExchange:
         """Called after the last backward of each window, on every rank: closes what DDP still waits for."""
         if self._wrapped is None:
             return
+        self._close()
+        if self._kinds.agree():
+            self._unwrap()
+
+    def _close(self) -> None:
         marks = self.replica.marks
         reached = [parameter.grad is not None for parameter in self._trained]
         everything = all(reached)
@@ -189,12 +212,12 @@ class GradientExchange:
         self._layout = layout
         self._trained = [parameter for parameter in self._own if parameter.requires_grad]
         self._shared = [*self._trained, self.replica.probe]
-        self._sparse = _with_sparse_gradients(self.replica)
+        self.replica.sparse = self._kinds.watch(self.replica)
         self._all_reached = torch.ones(len(self._trained), device=self.replica.probe.device)
         self._nothing = torch.zeros_like(self.replica.probe)
         self.replica.marks = nn.Parameter(torch.zeros_like(self._all_reached))
-        # Its own sync would fail on dtypes that backends do not know; `Stepper.sync` does not.
-        ignored: Any = [name for name, buffer in self.replica.named_buffers() if buffer.dtype not in _EXCHANGED]
+        # `Stepper.sync` has sent them.
+        ignored: Any = list(left_to_us(self.replica))
         self.replica._ddp_params_and_buffers_to_ignore = ignored
         self._wrapped = _FixedBuckets(self.replica, **{"gradient_as_bucket_view": True, **self._options})
         self._wrapped.fix_buckets()
@@ -202,11 +225,12 @@ class GradientExchange:
     def _unwrap(self) -> None:
         if self._wrapped is not None:
             self._wrapped = None
+            self._kinds.leave()
             # The reducer lets go of its hooks on the parameters when it is collected.
             gc.collect()
 
     def _zero(self, parameter: nn.Parameter) -> torch.Tensor:
-        if id(parameter) in self._sparse:
+        if id(parameter) in self.replica.sparse:
             rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
             none = parameter.new_empty((0, *parameter.shape[1:]))
             return torch.sparse_coo_tensor(rows, none, parameter.shape, check_invariants=True)
@@ -227,10 +251,58 @@ class _Contents(NamedTuple):
         return parameter.grad is self.tensor and self.tensor._version == self.version
 
 
-def _with_sparse_gradients(replica: Replica) -> set[int]:
-    """The ids of parameters whose gradients are sparse tensors, by DDP's own rule."""
-    layers = [m for m in replica.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
-    return {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
+class _SparseGradients:
+    """Of the weights of embeddings with `sparse=True`: that each gradient is of the kind that DDP expects.
+
+    Such a weight may have another use as well, as the last layer's, and its gradient is dense then. DDP wants to know
+    beforehand. So it expects rows until the first gradient on any rank that is none, and from then on numbers.
+    """
+
+    def __init__(self) -> None:
+        self.watching = False
+        """Gradients of a loop of the user's own are left as they are."""
+        self._weights: list[nn.Parameter] = []
+        self._dense: set[int] = set()
+        self._found: set[int] = set()
+        self._hooks: list[Any] = []
+
+    def watch(self, replica: Replica) -> set[int]:
+        """Begin; the ids of parameters whose gradients are to be sparse."""
+        layers = [m for m in replica.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+        weights = {id(p): p for layer in layers for p in layer.parameters(recurse=False) if p.requires_grad}
+        self._weights = list(weights.values())
+        self._hooks = [p.register_post_accumulate_grad_hook(self._as_expected) for p in self._weights]  # type: ignore[no-untyped-call]
+        return weights.keys() - self._dense
+
+    def leave(self) -> None:
+        """The opposite of `watch`."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def agree(self) -> bool:
+        """Called after a window, on every rank: whether DDP is to expect something else from now on."""
+        self.watching = False
+        expected = [weight for weight in self._weights if id(weight) not in self._dense]
+        if not expected:
+            return False
+        flags = group.reduce_max([id(weight) in self._found for weight in expected])
+        found = [weight for weight, flag in zip(expected, flags, strict=True) if flag]
+        for weight in found:
+            weight.grad = None if weight.grad is None else weight.grad.to_dense()
+        self._dense.update(map(id, found))
+        self._found.clear()
+        return bool(found)
+
+    def _as_expected(self, weight: torch.Tensor) -> None:
+        """Called when a backward pass has reached the weight, before DDP sees its gradient."""
+        gradient = weight.grad
+        if not self.watching or gradient is None or gradient.is_sparse != (id(weight) in self._dense):
+            return
+        if gradient.is_sparse:
+            weight.grad = gradient.to_dense()
+            return
+        self._found.add(id(weight))
+        weight.grad = gradient.to_sparse(1)
 
 
 def checked_options(options: dict[str, Any] | None) -> dict[str, Any]:
