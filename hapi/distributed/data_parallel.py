@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,13 +14,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hapi import kinds
-from hapi.distributed import group
+from hapi.distributed import group, parallel
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""Where DDP reads what it leaves alone."""
 
 
 class DataParallel(nn.Module):
     """Wraps a network in DistributedDataParallel; in one process it only passes calls on.
 
-    Weights and buffers are rank 0's from the start. The state dict is the network's own, without a prefix, and
+    Weights and buffers are rank 0's from the start. Where no gradients are computed (`torch.no_grad`) each rank may
+    call it on its own, with the buffers that it has. The state dict is the network's own, without a prefix, and
     attributes of the network are found on the wrapper.
 
     Args:
@@ -44,13 +48,25 @@ class DataParallel(nn.Module):
         self.network = network
         self._wrapped: list[DistributedDataParallel] = []
         if group.is_initialized() and any(p.requires_grad for p in network.parameters()):
-            wrapped = DistributedDataParallel(network, find_unused_parameters=find_unused_parameters, **options)
+            with _leaving_to_us(network):
+                wrapped = DistributedDataParallel(network, find_unused_parameters=find_unused_parameters, **options)
             # In a list, so that it is no submodule: the network's parameters must not appear twice.
             self._wrapped.append(wrapped)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The network's forward."""
-        return (self._wrapped[0] if self._wrapped else self.network)(*args, **kwargs)
+        if not self._wrapped:
+            return self.network(*args, **kwargs)
+        wrapped = self._wrapped[0]
+        if torch.is_grad_enabled():
+            return wrapped(*args, **kwargs)
+        # DDP exchanges buffers before each forward pass, these too: a rank that evaluates on its own would leave the
+        # others' next exchange with one too few. DDP still moves inputs to its device and the like.
+        before, wrapped.require_forward_param_sync = wrapped.require_forward_param_sync, False
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            wrapped.require_forward_param_sync = before
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Within this context backward passes accumulate gradients without exchanging them."""
@@ -78,3 +94,20 @@ class DataParallel(nn.Module):
             if name == "network":
                 raise
             return getattr(self.network, name)
+
+
+@contextmanager
+def _leaving_to_us(network: nn.Module) -> Iterator[None]:
+    """Within, DDP passes by what it fails on; that is sent here."""
+    ours = parallel.left_to_us(network)
+    group.broadcast_tensors(ours.values())
+    before = vars(network).get(_IGNORED)
+    setattr(network, _IGNORED, [*(before or ()), *ours])
+    try:
+        yield
+    finally:
+        # DDP has read it. The network may be wrapped anew once a parameter is no longer frozen.
+        if before is None:
+            delattr(network, _IGNORED)
+        else:
+            setattr(network, _IGNORED, before)

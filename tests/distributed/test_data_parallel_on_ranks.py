@@ -1,0 +1,81 @@
+"""`DataParallel` and `fleet` in loops of the user's own, on ranks as in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import alone, same
+from test_odd_tensors_on_ranks import Holding
+from torch import Tensor, nn
+
+from hapi.distributed import DataParallel, group
+
+
+def data() -> tuple[Tensor, Tensor]:
+    x = torch.randn(16, 3, generator=torch.Generator().manual_seed(1))
+    return x, x.sum(1, keepdim=True)
+
+
+def train(net: nn.Module, steps: int) -> None:
+    """Steps in which each rank has its share of the samples."""
+    x, y = data()
+    own = slice(group.get_rank(), None, group.get_world_size())
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.05)
+    for _ in range(steps):
+        nn.functional.mse_loss(net(x[own]), y[own].expand(-1, net(x[own]).shape[1])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_and_evaluate_on_the_first() -> tuple[list[float], list[float]]:
+    """What rank 0 alone finds between the epochs, and the weights in the end."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    network[1].running_mean.fill_(0.5)
+    net = DataParallel(network)
+    x, y = data()
+    found = []
+    for _ in range(3):
+        train(net.eval(), 2)  # Running statistics normalise, so that N processes equal one.
+        for evaluate in (torch.no_grad, torch.inference_mode):
+            if group.get_rank() == 0:
+                with evaluate():
+                    found.append(float(nn.functional.mse_loss(net(x), y)))
+    return group.broadcast_object(found), [float(v) for p in net.parameters() for v in p.detach().flatten()]
+
+
+def test_one_rank_may_evaluate_on_its_own(ranks):
+    found, weights = same(ranks(2).run(train_and_evaluate_on_the_first))
+    wanted = alone(train_and_evaluate_on_the_first)
+    assert found == pytest.approx(wanted[0], rel=1e-4)
+    assert weights == pytest.approx(wanted[1], rel=1e-4, abs=1e-6)
+
+
+def buffers_of_each() -> list[float]:
+    """How many batches have been counted after forward passes of this rank's own, and after one of training."""
+    net = DataParallel(nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)))
+    with torch.no_grad():
+        for _ in range(1 + group.get_rank()):
+            net(torch.zeros(2, 1))
+    own = float(net.network[0].num_batches_tracked)
+    net(torch.zeros(2, 1)).sum().backward()
+    return [own, float(net.network[0].num_batches_tracked)]
+
+
+def test_buffers_are_each_ranks_own_where_no_gradients_are_computed(ranks):
+    # The forward pass of training takes rank 0's first, whatever was called in between.
+    assert ranks(2).run(buffers_of_each) == [[1.0, 2.0], [2.0, 2.0]]
+
+
+def hold(kind: str, frozen: bool) -> list[float]:
+    net = DataParallel(Holding(kind, frozen, False))
+    train(net, 2)
+    assert not hasattr(net.network, "_ddp_params_and_buffers_to_ignore")
+    return [*net.numbers().flatten().tolist(), *net.layer.weight.flatten().tolist()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "frozen"), [("sparse", False), ("columns expanded", False), ("rows expanded", True), ("torch.int16", True)]
+)
+def test_networks_that_hold_odd_tensors_are_wrapped(ranks, kind, frozen):
+    assert same(ranks(2).run(hold, kind, frozen)) == pytest.approx(alone(hold, kind, frozen), rel=1e-5, abs=1e-6)
