@@ -121,12 +121,12 @@ class GradientExchange:
         self._options = options or {}
         self._alone = group.get_world_size() == 1
         self._wrapped: _FixedBuckets | None = None
+        self._hooks: list[Any] = []
         self.begin()
 
     def begin(self) -> None:
         """Start anew, with the parameters that the network has now. Called on every rank or on none."""
         self._unwrap()
-        self._kinds = _SparseGradients()
         # Walking the modules takes longer than a small network's step.
         self._own = self.replica.own()
 
@@ -140,7 +140,6 @@ class GradientExchange:
         if self._wrapped is None or layout != self._layout:
             self._unwrap()
             self._wrap(layout)
-        self._kinds.watching = True
 
     def forward(self, *arguments: Any) -> Any:
         """One forward pass; without arguments, the part of a rank that has no samples: there is no backward then."""
@@ -179,11 +178,6 @@ class GradientExchange:
         """Called after the last backward of each window, on every rank: closes what DDP still waits for."""
         if self._wrapped is None:
             return
-        self._close()
-        if self._kinds.agree():
-            self._unwrap()
-
-    def _close(self) -> None:
         marks = self.replica.marks
         reached = [parameter.grad is not None for parameter in self._trained]
         everything = all(reached)
@@ -212,7 +206,8 @@ class GradientExchange:
         self._layout = layout
         self._trained = [parameter for parameter in self._own if parameter.requires_grad]
         self._shared = [*self._trained, self.replica.probe]
-        self.replica.sparse = self._kinds.watch(self.replica)
+        self.replica.sparse, tied = _sparse_and_tied(self.replica)
+        self._hooks = [p.register_post_accumulate_grad_hook(_make_dense) for p in tied]  # type: ignore[no-untyped-call]
         self._all_reached = torch.ones(len(self._trained), device=self.replica.probe.device)
         self._nothing = torch.zeros_like(self.replica.probe)
         self.replica.marks = nn.Parameter(torch.zeros_like(self._all_reached))
@@ -225,7 +220,8 @@ class GradientExchange:
     def _unwrap(self) -> None:
         if self._wrapped is not None:
             self._wrapped = None
-            self._kinds.leave()
+            for hook in self._hooks:
+                hook.remove()
             # The reducer lets go of its hooks on the parameters when it is collected.
             gc.collect()
 
@@ -251,58 +247,25 @@ class _Contents(NamedTuple):
         return parameter.grad is self.tensor and self.tensor._version == self.version
 
 
-class _SparseGradients:
-    """Of the weights of embeddings with `sparse=True`: that each gradient is of the kind that DDP expects.
+def _sparse_and_tied(replica: Replica) -> tuple[set[int], list[nn.Parameter]]:
+    """The ids of parameters whose gradients are sparse tensors, and those that would be, had they no other use.
 
-    Such a weight may have another use as well, as the last layer's, and its gradient is dense then. DDP wants to know
-    beforehand. So it expects rows until the first gradient on any rank that is none, and from then on numbers.
+    A weight of an embedding with `sparse=True` that another kind of layer holds too, as the last one of a language
+    model, has a dense gradient as soon as a batch has come through both.
     """
+    uses: dict[nn.Parameter, set[bool]] = {}
+    for module in replica.modules():
+        is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        for parameter in module.parameters(recurse=False):
+            uses.setdefault(parameter, set()).add(is_sparse)
+    sparse = {id(parameter) for parameter, kinds in uses.items() if kinds == {True}}
+    return sparse, [parameter for parameter, kinds in uses.items() if len(kinds) == 2 and parameter.requires_grad]
 
-    def __init__(self) -> None:
-        self.watching = False
-        """Gradients of a loop of the user's own are left as they are."""
-        self._weights: list[nn.Parameter] = []
-        self._dense: set[int] = set()
-        self._found: set[int] = set()
-        self._hooks: list[Any] = []
 
-    def watch(self, replica: Replica) -> set[int]:
-        """Begin; the ids of parameters whose gradients are to be sparse."""
-        layers = [m for m in replica.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
-        weights = {id(p): p for layer in layers for p in layer.parameters(recurse=False) if p.requires_grad}
-        self._weights = list(weights.values())
-        self._hooks = [p.register_post_accumulate_grad_hook(self._as_expected) for p in self._weights]  # type: ignore[no-untyped-call]
-        return weights.keys() - self._dense
-
-    def leave(self) -> None:
-        """The opposite of `watch`."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def agree(self) -> bool:
-        """Called after a window, on every rank: whether DDP is to expect something else from now on."""
-        self.watching = False
-        expected = [weight for weight in self._weights if id(weight) not in self._dense]
-        if not expected:
-            return False
-        flags = group.reduce_max([id(weight) in self._found for weight in expected])
-        found = [weight for weight, flag in zip(expected, flags, strict=True) if flag]
-        for weight in found:
-            weight.grad = None if weight.grad is None else weight.grad.to_dense()
-        self._dense.update(map(id, found))
-        self._found.clear()
-        return bool(found)
-
-    def _as_expected(self, weight: torch.Tensor) -> None:
-        """Called when a backward pass has reached the weight, before DDP sees its gradient."""
-        gradient = weight.grad
-        if not self.watching or gradient is None or gradient.is_sparse != (id(weight) in self._dense):
-            return
-        if gradient.is_sparse:
-            weight.grad = gradient.to_dense()
-            return
-        self._found.add(id(weight))
-        weight.grad = gradient.to_sparse(1)
+def _make_dense(parameter: torch.Tensor) -> None:
+    """Called when a backward pass has reached a parameter, before DDP sees its gradient."""
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        parameter.grad = parameter.grad.to_dense()
 
 
 def checked_options(options: dict[str, Any] | None) -> dict[str, Any]:
