@@ -24,8 +24,8 @@ class DataParallel(nn.Module):
     """Wraps a network in DistributedDataParallel; in one process it only passes calls on.
 
     Weights and buffers are rank 0's from the start. Where no gradients are computed (`torch.no_grad`) each rank may
-    call it on its own, with the buffers that it has. The state dict is the network's own, without a prefix, and
-    attributes of the network are found on the wrapper.
+    call it on its own, with the buffers that it has. The state dict is the network's own, without a prefix, within
+    a module around it too, and attributes of the network are found on the wrapper.
 
     Args:
         network: On its device.
@@ -86,6 +86,12 @@ class DataParallel(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load the network's state dict."""
         return self.network.load_state_dict(state_dict, strict, assign)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Called where a module around this one loads; what was left of its state dict for the network is next.
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            state_dict[f"{prefix}network.{name[len(prefix) :]}"] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -79,3 +79,40 @@ def hold(kind: str, frozen: bool) -> list[float]:
 )
 def test_networks_that_hold_odd_tensors_are_wrapped(ranks, kind, frozen):
     assert same(ranks(2).run(hold, kind, frozen)) == pytest.approx(alone(hold, kind, frozen), rel=1e-5, abs=1e-6)
+
+
+class Around(nn.Module):
+    """Has a wrapped network, one of whose parts has the name that the wrapper has for it."""
+
+    def __init__(self, wrap: bool) -> None:
+        super().__init__()
+        inner = nn.Sequential()
+        inner.add_module("network", nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+        self.wrapped, self.last = DataParallel(inner) if wrap else inner, nn.Linear(2, 1)
+
+
+def load_around() -> bool:
+    """A state goes from a wrapped network into a bare one, and back, and into another wrapped one."""
+    first, bare, other = Around(True), Around(False), Around(True)
+    nested = nn.Sequential(DataParallel(nn.Sequential(DataParallel(first))))
+    for target in (bare, other, nested[0].network[0].network):
+        target.load_state_dict(first.state_dict())
+    again = nn.Sequential(DataParallel(nn.Sequential(DataParallel(Around(False)))))
+    again.load_state_dict(nested.state_dict())
+    assert list(first.state_dict()) == list(bare.state_dict())
+    wanted = first.state_dict()
+    states = [bare.state_dict(), other.state_dict(), again[0].network[0].network.state_dict()]
+    return all(torch.equal(wanted[name], state[name]) for state in states for name in wanted)
+
+
+def test_a_module_around_a_wrapped_network_loads_what_it_saves(ranks):
+    assert alone(load_around)
+    assert ranks(2).run(load_around) == [True] * 2
+
+
+def test_a_module_around_a_wrapped_network_is_told_of_entries_that_do_not_fit():
+    state = Around(True).state_dict()
+    state["wrapped.spare"] = state.pop("wrapped.network.0.bias")
+    with pytest.raises(RuntimeError, match=r"Missing key.*network\.0\.bias(?s:.*)Unexpected key.*spare"):
+        Around(True).load_state_dict(state)
+    assert "wrapped.spare" in state
