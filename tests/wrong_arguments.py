@@ -64,12 +64,10 @@ FREE_TEXTS = {
 }  # fmt: skip
 MAY_BE_NEGATIVE = {"n", "seed", "ignore_index", "verbose", "baseline"}
 MAY_BE_LARGE = {"seed", "ignore_index", "verbose"}
-# How many inputs and labels a batch has, or their names, shows with the first batch; Paddle's second strategy is taken
-# and not read.
+# How many inputs and labels a batch has, or their names, shows with the first batch.
 LATER = {
     ("hapi.Model", "inputs"),
     ("hapi.Model", "labels"),
-    ("hapi.distributed.fleet.distributed_optimizer", "strategy"),
     # A CPU, where no size can be found, is refused before; the data of an evaluation serves for None.
     ("hapi.find_batch_size", "train_data"),
     ("hapi.debug.fast_dev_run", "test_data"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import difflib
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ class DistributedStrategy:
         sync_batch_norm: Let BatchNorm see the batches of all ranks. Needs an accelerator.
         fuse_grad_size_in_MB: The size of a bucket of gradients.
         ddp_options: Further options of DistributedDataParallel.
+
+    Raises:
+        TypeError: An option is set to a value of another kind.
+        ValueError: An option is set that is not among these.
     """
 
     find_unused_parameters: bool = False
@@ -29,8 +34,42 @@ class DistributedStrategy:
     fuse_grad_size_in_MB: float = 25
     ddp_options: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        kinds.check(DistributedStrategy, vars(self))
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = [option.name for option in fields(self)]
+        if name in known:
+            kinds.check(DistributedStrategy, {name: value})
+            super().__setattr__(name, value)
+        # Scripts switch off what Paddle has and hapi has not: nothing is asked for.
+        elif name not in _PADDLES or value is not False:
+            raise _unknown(name, value, known)
+
+
+def _unknown(name: str, value: Any, known: list[str]) -> ValueError:
+    similar = difflib.get_close_matches(name, known, 1)
+    instead = _PADDLES.get(name) or (f"Write {similar[0]}." if similar else "Leave it out.")
+    return ValueError(
+        f"DistributedStrategy received {name}={value!r:.60}, which is no option that is read: it would change "
+        f"nothing. {instead} The options are: {', '.join(known)}."
+    )
+
+
+_ACCUMULATE = "Write accumulate_grad_batches=4 in Model.fit, or no_sync() in a loop of your own."
+_AMP = 'Write amp_configs="O1" in Model.prepare, or torch.autocast in a loop of your own.'
+_RECOMPUTE = "Write torch.utils.checkpoint.checkpoint in the network's forward."
+_DATA_ONLY = "Leave it out: every process has the whole network, and a share of the data."
+_OPTIMIZER = "Leave it out, and write an optimizer that does this."
+_BUCKETS = "Write fuse_grad_size_in_MB=25, the size of all buckets."
+_PADDLES = {
+    **dict.fromkeys(("gradient_merge", "gradient_merge_configs"), _ACCUMULATE),
+    **dict.fromkeys(("amp", "amp_configs"), _AMP),
+    **dict.fromkeys(("recompute", "recompute_configs"), _RECOMPUTE),
+    **dict.fromkeys(("sharding", "sharding_configs", "pipeline", "pipeline_configs", "tensor_parallel"), _DATA_ONLY),
+    **dict.fromkeys(("tensor_parallel_configs", "hybrid_configs", "a_sync", "a_sync_configs"), _DATA_ONLY),
+    **dict.fromkeys(("lars", "lars_configs", "lamb", "lamb_configs", "dgc", "dgc_configs"), _OPTIMIZER),
+    **dict.fromkeys(("localsgd", "localsgd_configs", "adaptive_localsgd"), _OPTIMIZER),
+    **dict.fromkeys(("last_comm_group_size_MB", "fuse_all_reduce_ops"), _BUCKETS),
+}
+"""Options of Paddle's own -> what to write instead."""
 
 
 _strategy = DistributedStrategy()
@@ -47,20 +86,28 @@ def init(is_collective: bool = True, strategy: DistributedStrategy | None = None
         TypeError: An argument is of another kind.
         ValueError: Parameter servers were asked for.
     """
-    global _strategy
     kinds.check(init, locals())
-    if strategy is not None and not isinstance(strategy, DistributedStrategy):
-        raise TypeError(
-            f"fleet.init received strategy={strategy!r:.60}, of type {type(strategy).__name__}, which has none of the "
-            "options that are read. Write fleet.DistributedStrategy(), or leave it out."
-        )
+    _check_strategy("init", strategy)
     if not is_collective:
         raise ValueError(
             "fleet.init received is_collective=False, which asks for parameter servers, and hapi has none. "
             "Write fleet.init(is_collective=True)."
         )
-    _strategy = strategy or DistributedStrategy()
+    _take(strategy or DistributedStrategy())
     group.start()
+
+
+def _check_strategy(name: str, strategy: Any) -> None:
+    if strategy is not None and not isinstance(strategy, DistributedStrategy):
+        raise TypeError(
+            f"fleet.{name} received strategy={strategy!r:.60}, of type {type(strategy).__name__}, which has none of "
+            "the options that are read. Write fleet.DistributedStrategy(), or leave it out."
+        )
+
+
+def _take(strategy: DistributedStrategy) -> None:
+    global _strategy
+    _strategy = strategy
 
 
 def distributed_model(network: nn.Module) -> DataParallel:
@@ -95,14 +142,21 @@ def distributed_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer as it is: gradients are averaged before it sees them.
 
+    Args:
+        optimizer: Over the network's parameters.
+        strategy: Takes the place of that of `init`, for the models that `distributed_model` wraps from now on.
+
     Raises:
-        TypeError: It is no optimizer.
+        TypeError: It is no optimizer, or the strategy is none.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"fleet.distributed_optimizer received {optimizer!r:.60}, of type {type(optimizer).__name__}, which is no "
             "optimizer. Write fleet.distributed_optimizer(torch.optim.Adam(network.parameters()))."
         )
+    _check_strategy("distributed_optimizer", strategy)
+    if strategy is not None:
+        _take(strategy)
     return optimizer
 
 

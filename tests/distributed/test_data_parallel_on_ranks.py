@@ -8,7 +8,7 @@ from ranks import alone, same
 from test_odd_tensors_on_ranks import Holding
 from torch import Tensor, nn
 
-from hapi.distributed import DataParallel, group
+from hapi.distributed import DataParallel, fleet, group
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -116,3 +116,53 @@ def test_a_module_around_a_wrapped_network_is_told_of_entries_that_do_not_fit():
     with pytest.raises(RuntimeError, match=r"Missing key.*network\.0\.bias(?s:.*)Unexpected key.*spare"):
         Around(True).load_state_dict(state)
     assert "wrapped.spare" in state
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("gradient_merge", True, "accumulate_grad_batches"),
+        ("amp_configs", {"use_pure_fp16": True}, "Model.prepare"),
+        ("sharding", True, "whole network"),
+        ("find_unused_parameter", True, "Write find_unused_parameters."),
+        ("somewhat", False, "The options are: find_unused_parameters, sync_batch_norm"),
+    ],
+)
+def test_a_strategy_refuses_options_that_nobody_reads(name, value, instead):
+    strategy = fleet.DistributedStrategy()
+    with pytest.raises(ValueError, match=name) as caught:
+        setattr(strategy, name, value)
+    assert instead in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "value"), [("sync_batch_norm", "yes"), ("fuse_grad_size_in_MB", "25")])
+def test_a_strategy_refuses_values_of_another_kind(name, value):
+    strategy = fleet.DistributedStrategy()
+    with pytest.raises(TypeError, match=name):
+        setattr(strategy, name, value)
+    assert strategy == fleet.DistributedStrategy()
+
+
+def test_a_strategy_takes_what_it_knows_and_what_is_switched_off():
+    strategy = fleet.DistributedStrategy()
+    strategy.gradient_merge = strategy.amp = False
+    strategy.find_unused_parameters, strategy.fuse_grad_size_in_MB = True, 4
+    assert strategy == fleet.DistributedStrategy(True, False, 4)
+
+
+def strategy_of_the_optimizer() -> bool:
+    """Whether the wrapped network has the option that the optimizer was given."""
+    fleet.init(strategy=fleet.DistributedStrategy())
+    net = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    assert fleet.distributed_optimizer(optimizer, fleet.DistributedStrategy(True)) is optimizer
+    assert fleet.distributed_optimizer(optimizer) is optimizer
+    wrapped = fleet.distributed_model(net)._wrapped[0]
+    fleet.init()
+    return wrapped.find_unused_parameters
+
+
+def test_the_optimizers_strategy_takes_the_place_of_the_first(ranks):
+    assert same(ranks(2).run(strategy_of_the_optimizer)) is True
+    with pytest.raises(TypeError, match="distributed_optimizer received strategy=3"):
+        fleet.distributed_optimizer(torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=0.1), 3)
