@@ -85,7 +85,10 @@ def _report(error: BaseException) -> None:
     path = os.environ.get(_ERROR_FILE)
     if not path or Path(path).exists():
         return  # Whoever wrote it, torch's `record` or hapirun, knew more.
-    details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
+    details = {
+        "py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time())),
+        "pid": os.getpid(),
+    }  # fmt: skip
     message = "".join(traceback.format_exception_only(type(error), error)).strip()
     part = Path(f"{path}.part")
     try:
