@@ -11,7 +11,7 @@ from hapi import modes
 from hapi.arguments import check_switches
 from hapi.batch import Inputs, floats_for, leaves, map_tensors, move, size_of
 from hapi.distributed import group
-from hapi.metrics.keys import OPEN
+from hapi.metrics.base import OPEN
 from hapi.metrics.tally import Tally
 from hapi.step import Outcome, Stepper
 

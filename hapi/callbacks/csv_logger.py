@@ -12,7 +12,7 @@ from hapi import kinds
 from hapi.callbacks import tracking
 from hapi.callbacks.base import Callback, Logs
 from hapi.distributed import get_rank
-from hapi.metrics.keys import OPEN
+from hapi.metrics.base import OPEN
 
 
 class CSVLogger(Callback):

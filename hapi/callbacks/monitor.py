@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hapi.metrics.keys import OPEN
+from hapi.metrics.base import OPEN
 
 # Checked in this order, so that "accuracy_loss" falls.
 _FALLING = ("loss", "error", "mae", "mse")

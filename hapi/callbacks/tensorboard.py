@@ -13,7 +13,7 @@ from hapi import kinds
 from hapi.callbacks import tracking
 from hapi.callbacks.base import Logs
 from hapi.distributed import get_rank
-from hapi.metrics.keys import OPEN
+from hapi.metrics.base import OPEN
 
 
 class TensorBoard(tracking.Curves):

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from hapi.batch import map_tensors, size_of
-from hapi.metrics.base import Metric, as_exact
-from hapi.metrics.keys import OPEN, keys_of, parts_of
+from hapi.metrics.base import OPEN, Metric, as_exact
 
 # Keys that logs and files of logs hold already.
 _RESERVED = ("loss", "lr", "epoch", "step")
@@ -153,15 +152,18 @@ class TorchMetric(Metric):
     """
 
     def __init__(self, metric: Any) -> None:
+        # Only for a process that has imported torchmetrics.
+        from hapi.metrics import keys
+
         super().__init__(type(metric).__name__)
         self._metric = copy.deepcopy(metric)
         for _, part in self._parts():
             part.sync_on_compute = part._to_sync = False
-        self._names = keys_of(self._metric)
+        self._names = keys.keys_of(self._metric)
 
     @property
     def names(self) -> list[str]:
-        """The class's name, or the keys of several values; `hapi.metrics.keys.OPEN` where there may be others."""
+        """The class's name, or the keys of several values; `OPEN` where there may be others."""
         return list(self._names)
 
     def reset(self) -> None:
@@ -233,7 +235,9 @@ class TorchMetric(Metric):
         return tensor.to(self._device, copy=True)
 
     def _parts(self) -> Iterator[tuple[str, Any]]:
-        return parts_of(self._metric)
+        from hapi.metrics import keys
+
+        return keys.parts_of(self._metric)
 
 
 def _reduced(parts: list[Any], reduction: Callable[[Any], Any] | None) -> Any:

@@ -14,6 +14,9 @@ from hapi import kinds
 State = Tensor | int | float
 M = TypeVar("M", bound="Metric")
 
+OPEN = "*"
+"""Among the names of a metric: there may be others, which nobody can tell before they come."""
+
 _ONE_NUMBER = "Return a float from compute; several values as a dict, whose keys the property `names` announces."
 _REDUCTIONS = ("sum", "max", "min", "cat")
 

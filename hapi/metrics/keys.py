@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-# Among the names of a metric: there may be others, which nobody can tell before they come.
-OPEN = "*"
+from hapi.metrics.base import OPEN
+
 _OF_WRAPPERS = ("torchmetrics.wrappers", "torchmetrics.metric")
 
 

@@ -119,6 +119,8 @@ def _enter(host):
 
 def _launch(command, folder, variables, out, host, ignored):
     os.setsid()
+    # The tests themselves may run under nohup.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if ignored is not None:
         signal.signal(ignored, signal.SIG_IGN)
     if host:

@@ -11,7 +11,7 @@ import hapi
 from hapi.callbacks import CSVLogger, EarlyStopping
 from hapi.callbacks.monitor import Monitor
 from hapi.metrics.adapters import as_metric, as_metrics
-from hapi.metrics.keys import OPEN
+from hapi.metrics.base import OPEN
 
 torchmetrics = pytest.importorskip("torchmetrics")
 wrappers = pytest.importorskip("torchmetrics.wrappers")
