@@ -50,4 +50,4 @@ def test_a_fork_waits_for_gloos_threads(ranks):
     # Some 0.1 s, for which it waits, and many seconds, for which it does not.
     assert ranks(2).run(forked_beside, 200_000, None) == [(True, True)] * 2
     assert ranks(2).run(forked_beside, 200_000, "another") == [(False, False)] * 2
-    assert ranks(2).run(forked_beside, 6_000_000, None) == [(False, False)] * 2
+    assert ranks(2).run(forked_beside, 4_000_000, None) == [(False, False)] * 2

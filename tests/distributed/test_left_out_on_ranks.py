@@ -56,8 +56,11 @@ def left_out_of(kind: str, collate: Callable[..., Any]) -> list[list[int]]:
         return seen_in(data, epochs=2, accumulate_grad_batches=3)
 
 
-@pytest.mark.parametrize("collate", [none, no_rows])
-@pytest.mark.parametrize("kind", ["loader", "workers", "iterable", "batches", "list"])
+@pytest.mark.parametrize("collate", [none, pytest.param(no_rows, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    ["loader", "iterable", "batches", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("workers", "list"))],
+)
 def test_each_other_sample_is_trained_on(ranks, kind, collate):
     wanted = [sorted({*range(400)} - LEFT_OUT)] * 2
     assert of_ranks([alone(left_out_of, kind, collate)]) == wanted

@@ -88,12 +88,17 @@ def check(ranks, *arguments) -> None:
     assert numbers == pytest.approx(wanted[1], rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", HELD)
+def few(kinds, quick) -> list:
+    """In `make test` some of each sort."""
+    return [kind if kind in quick else pytest.param(kind, marks=pytest.mark.slow) for kind in kinds]
+
+
+@pytest.mark.parametrize("kind", few(HELD, ("sparse", "csr", "columns expanded", "quantised", "torch.int16")))
 def test_buffers_of_all_kinds_are_those_of_the_first_rank(ranks, kind):
     check(ranks, kind)
 
 
-@pytest.mark.parametrize("kind", FROZEN)
+@pytest.mark.parametrize("kind", few(FROZEN, ("rows expanded", "torch.int16", "torch.float8_e4m3fn")))
 def test_frozen_parameters_of_all_kinds_are_those_of_the_first_rank(ranks, kind):
     check(ranks, kind, True)
 
@@ -144,7 +149,7 @@ def fit_words(use: str, accumulate: int) -> tuple[list[float], list[float], bool
     return losses, [float(value) for p in net.parameters() for value in p.detach().flatten()], any(kinds)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", few((1, 2), (2,)))
 @pytest.mark.parametrize("use", ["none", "held before", "held after", "for some words"])
 def test_a_sparse_embedding_whose_weight_has_another_use(ranks, use, accumulate):
     wanted = alone(fit_words, use, accumulate)
