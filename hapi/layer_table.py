@@ -7,12 +7,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, is_lazy
 
+from hapi import restore
 from hapi.distributed import group
 from hapi.rng import isolated
 
@@ -254,33 +256,10 @@ def _untouched(network: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-        failed = []
-        for module, name, buffer, value in buffers:
+        for module, name, buffer, _ in buffers:
             setattr(module, name, buffer)
-            try:
-                _put_back(buffer, value)
-            except Exception as error:  # One that cannot be written to keeps no other from being put back.
-                failed.append(error)
-        if failed:
-            raise failed[0]
-
-
-def _put_back(buffer: torch.Tensor, value: torch.Tensor) -> None:
-    """As a trial does: memory that has the value already is not written to, it may be a read-only map."""
-    now = buffer.detach()
-    if type(now) is torch.Tensor and now.layout is torch.strided and not (now.is_nested or now.is_quantized):
-        # What expand() has made lies in memory once, and torch writes there by a view of one element alone.
-        for dim, (size, stride) in enumerate(zip(now.shape, now.stride(), strict=True)):
-            if size > 1 and stride == 0:
-                now, value = now.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
-        if now.is_meta or torch.equal(_bits(now), _bits(value)):
-            return
-    now.copy_(value)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """As bytes, of which NaN has its own."""
-    return tensor.cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
+        # One that cannot be written to keeps no other from being put back.
+        restore.in_full(partial(restore.put_back, buffer, value) for *_, buffer, value in buffers)
 
 
 def _to(value: Any, device: torch.device) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hapi import rng
+from hapi import restore, rng
 from hapi.data import make
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -45,7 +45,7 @@ def untouched(model: Any, steps: int | None = None, repeat: bool = False) -> Ite
         try:
             yield
         finally:
-            _in_full([stepper.clear, kept.restore])
+            restore.in_full([stepper.clear, kept.restore])
 
 
 def _refuse_lazy(network: nn.Module) -> None:
@@ -90,19 +90,7 @@ class _Kept:
         # After the scheduler, which sets rates when it is loaded.
         if self._optimizer is not None:
             calls.append(self._optimized.restore)
-        _in_full(calls)
-
-
-def _in_full(calls: Iterable[Callable[[], Any]]) -> None:
-    """Make all calls, whatever one of them raises; the first error goes on afterwards."""
-    failed: list[BaseException] = []
-    for call in calls:
-        try:
-            call()
-        except BaseException as error:  # Ctrl-C, too: a model that is half put back is of no use.
-            failed.append(error)
-    if failed:
-        raise failed[0]
+        restore.in_full(calls)
 
 
 class _KeptTensor:
@@ -112,28 +100,10 @@ class _KeptTensor:
         self._trained = tensor.requires_grad
 
     def restore(self) -> Tensor:
-        _put_back(self.tensor, self._value)
+        restore.put_back(self.tensor, self._value)
         if self.tensor.is_leaf and self.tensor.requires_grad != self._trained:
             self.tensor.requires_grad_(self._trained)
         return self.tensor
-
-
-def _put_back(tensor: Tensor, value: Tensor) -> None:
-    """Give a tensor its value again. Memory that has it already is not written to: it may be a read-only map."""
-    now = tensor.detach()
-    if type(now) is Tensor and now.layout is torch.strided and not (now.is_nested or now.is_quantized):
-        # What expand() has made lies in memory once, and torch writes there by a view of one element alone.
-        for dim, (size, stride) in enumerate(zip(now.shape, now.stride(), strict=True)):
-            if size > 1 and stride == 0:
-                now, value = now.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
-        if torch.equal(_bits(now), _bits(value)):
-            return
-    now.copy_(value)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """As bytes, of which NaN and the sign of zero have their own."""
-    return tensor.cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
 
 
 class _KeptAttributes:
@@ -193,7 +163,7 @@ class _KeptOptimizer:
             entry.clear()
             entry.update(_restored(before), params=parameters)
         self._optimizer.state.clear()
-        _in_full(partial(self._restore_state, key) for key in self._state)
+        restore.in_full(partial(self._restore_state, key) for key in self._state)
 
     def _restore_state(self, key: Any) -> None:
         self._optimizer.state[key] = _restored(self._state[key])

@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("hapi.step", "hapi.data", "hapi.callbacks"),
     ("hapi.metrics", "hapi.checkpoint", "hapi.objective", "hapi.precision", "hapi.scheduling"),
     ("hapi.optimizers", "hapi.arguments", "hapi.tensorfile", "hapi.pairs", "hapi.fitting", "hapi.scores"),
-    ("hapi.checks", "hapi.files", "hapi.modes", "hapi.datasets", "hapi.signals", "hapi.writer"),
+    ("hapi.checks", "hapi.files", "hapi.modes", "hapi.restore", "hapi.datasets", "hapi.signals", "hapi.writer"),
     ("hapi.batch", "hapi.distributed"),
     ("hapi.data.order",),  # arithmetic that DistributedBatchSampler shares with the feeds
     ("hapi.data.permutation",),

@@ -20,7 +20,7 @@ import hapi
 from hapi.callbacks import Callback, EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
 
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
-from resume_within import Ended, SavesAt
+from resume_within import Ended, EndsAt, SavesAt
 
 X = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
 Y = X[:, :3].argmax(1)
@@ -311,15 +311,6 @@ def test_a_checkpoint_of_no_fit_is_gone_on_from(tmp_path: Path) -> None:
         assert fresh.epochs_trained == epochs
 
 
-class EndsAfter(Callback):
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def on_train_batch_begin(self, step: int, logs: Any = None) -> None:
-        if self.model.steps_trained == self.steps:
-            raise Ended
-
-
 @pytest.mark.parametrize("name", ["1", "step_8", "step_10"])
 @pytest.mark.parametrize("after", ["nothing", "a fit", "a fit that was ended"])
 def test_a_copy_by_load_and_save_is_gone_on_from_as_the_checkpoint_itself(
@@ -330,7 +321,7 @@ def test_a_copy_by_load_and_save_is_gone_on_from_as_the_checkpoint_itself(
     fit(straight, tmp_path / "a", 3, callbacks=keep)
     if after != "nothing":
         # Another run, whose place and seed are none of the copy's.
-        cut = [EndsAfter(13)] if after == "a fit that was ended" else []
+        cut = [EndsAt(13)] if after == "a fit that was ended" else []
         with contextlib.suppress(Ended):
             copying.fit((X, Y), batch_size=4, epochs=3, seed=1, verbose=0, callbacks=cut)
     copying.load(tmp_path / "a" / name)
@@ -344,7 +335,7 @@ def test_weights_alone_have_no_place_in_a_run(tmp_path: Path) -> None:
     subject = model()
     fit(model(), tmp_path / "a", 1)
     with pytest.raises(Ended):
-        fit(subject, tmp_path / "b", 3, callbacks=EndsAfter(8))
+        fit(subject, tmp_path / "b", 3, callbacks=EndsAt(8))
     subject.load(tmp_path / "a" / "1", reset_optimizer=True)
     subject.save(tmp_path / "c" / "mixed")
     position = torch.load(tmp_path / "c" / "mixed.opt.pt", weights_only=True)["position"]

@@ -12,10 +12,16 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return not (tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_inference())
 
 
-def lying_once(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a tensor lies in memory: of a dimension that `expand` has made, one entry stands for all."""
-    for dimension in reversed(range(tensor.dim())):
-        if tensor.shape[dimension] > 1 and tensor.stride(dimension) == 0:
+def lying_once(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """What of a tensor lies in memory: of a dimension that `expand` has made, one entry stands for all.
+
+    Args:
+        tensor: The tensor.
+        like: One of the same shape, whose memory decides; None: its own.
+    """
+    laid_out = tensor if like is None else like
+    for dimension in reversed(range(laid_out.dim())):
+        if laid_out.shape[dimension] > 1 and laid_out.stride(dimension) == 0:
             tensor = tensor.select(dimension, 0)
     return tensor
 

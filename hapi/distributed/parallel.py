@@ -109,7 +109,7 @@ class _FixedBuckets(DistributedDataParallel):
 class GradientExchange:
     """Runs a replica's forward passes so that after the last backward of a window its gradients are the ranks' mean.
 
-    Alone, it is the replica itself.
+    Alone, it is the replica itself. `begin` comes first.
 
     Args:
         replica: What to run.
@@ -122,7 +122,6 @@ class GradientExchange:
         self._alone = group.get_world_size() == 1
         self._wrapped: _FixedBuckets | None = None
         self._hooks: list[Any] = []
-        self.begin()
 
     def begin(self) -> None:
         """Start anew, with the parameters that the network has now. Called on every rank or on none."""
