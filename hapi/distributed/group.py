@@ -95,10 +95,13 @@ def _limit() -> datetime.timedelta | None:
 def _stop() -> None:
     global _own, _control, _store
     # After an exception the others are gone or will be: nothing is to be agreed with them any more.
-    if is_initialized() and dist.group.WORLD is _own and not excepthook.has_failed():
+    if excepthook.has_failed() or _pid != os.getpid():
+        return
+    if is_initialized() and dist.group.WORLD is _own:
         dist.destroy_process_group()
-        # The last references: with them its threads end, now. One that lets go of a tensor while the interpreter is
-        # taken down aborts the process.
+    if not is_initialized():
+        # The last references, where the script has destroyed the group too: with them its threads end, now. One that
+        # lets go of a tensor while the interpreter is taken down aborts the process.
         _own = _control = _store = None
 
 

@@ -35,11 +35,16 @@ def fail(how):
     time.sleep(60)
 
 
-def fork_that_raises():
+def fork_that_raises(folder):
+    # One after the other: lines of several processes would mix.
+    rank = int(os.environ["RANK"])
+    while rank and not os.path.exists(f"{folder}/{rank - 1}"):
+        time.sleep(0.01)
     pid = os.fork()
     if pid == 0:
         raise ValueError("of a fork")
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    open(f"{folder}/{rank}", "w").close()
     time.sleep(1.0)
     return status
 

@@ -74,8 +74,8 @@ def test_a_process_that_does_not_return(how, code, words):
         assert "stub.py" not in str(caught.value)
 
 
-def test_a_fork_that_raises_is_for_its_parent_to_judge(capfd):
-    assert spawn(spawned.fork_that_raises, nprocs=2) == [1, 1]
+def test_a_fork_that_raises_is_for_its_parent_to_judge(capfd, tmp_path):
+    assert spawn(spawned.fork_that_raises, (str(tmp_path),), nprocs=2) == [1, 1]
     shown = capfd.readouterr().err
     assert shown.count("ValueError: of a fork") == 2
     assert "stub.py" not in shown

@@ -36,15 +36,33 @@ class Places(torch.utils.data.Dataset[torch.Tensor]):
         return torch.tensor([group.get_rank(), group.get_world_size(), int(group.is_initialized())])
 
 
+def say_how_many_threads(when: str) -> None:
+    """At exit: to be called before the group is joined, and thus saying it after that has been closed."""
+
+    def count() -> int:
+        return sum("gloo" in (task / "comm").read_text() for task in TASKS.iterdir())
+
+    def tell() -> None:
+        # One that has been waited for is listed until the system has taken it away.
+        deadline = time.monotonic() + 2.0
+        while count() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        say(f"threads of gloo at {when}: {count()}")
+
+    atexit.register(tell)
+
+
+def ended_by_itself() -> None:
+    """The script destroys the group that hapi has joined, as scripts for torchrun do."""
+    say_how_many_threads("exit")
+    group.start()
+    group.barrier()
+    dist.destroy_process_group()
+
+
 def restarted() -> None:
     """Rank 1 dies in the first two rounds."""
-    # Registered before the group, thus called after it has been closed.
-    atexit.register(
-        lambda: say(
-            f"threads of gloo at exit of round {os.environ['TORCHELASTIC_RESTART_COUNT']}: "
-            f"{sum('gloo' in (task / 'comm').read_text() for task in TASKS.iterdir())}"
-        )
-    )
+    say_how_many_threads(f"exit of round {os.environ['TORCHELASTIC_RESTART_COUNT']}")
     group.start()
     total = torch.ones(1)
     dist.all_reduce(total)

@@ -223,6 +223,8 @@ def test_processes_that_part(tmp_path: Path) -> None:
     gone = start("left_alone", **of_two(1, port))
     vain = start("waits_in_vain", **of_two(1, free_port()), HAPI_TIMEOUT="1", TORCHELASTIC_ERROR_FILE=str(error_file))
     users = start("users_group")
+    other = free_port()
+    ended = [start("ended_by_itself", **of_two(rank, other)) for rank in (0, 1)]
 
     # A peer has died, and nothing is said of it at exit.
     assert finish(alone) == (0, "", "")
@@ -246,6 +248,8 @@ def test_processes_that_part(tmp_path: Path) -> None:
         "backend='gloo', launcher='process group')"
     )
     assert finish(users) == (0, f"process group: 1\n{told}\nstill there at exit: True\n", "")
+    # A thread that lets go of a tensor while the interpreter is taken down would abort the process.
+    assert [finish(process) for process in ended] == [(0, "threads of gloo at exit: 0\n", "")] * 2
 
 
 def test_processes_share_out_the_threads_of_their_cores() -> None:
