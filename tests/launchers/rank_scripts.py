@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import signal
@@ -40,7 +41,11 @@ def say_how_many_threads(when: str) -> None:
     """At exit: to be called before the group is joined, and thus saying it after that has been closed."""
 
     def count() -> int:
-        return sum("gloo" in (task / "comm").read_text() for task in TASKS.iterdir())
+        found = 0
+        for task in TASKS.iterdir():
+            with contextlib.suppress(OSError):  # It has ended meanwhile.
+                found += "gloo" in (task / "comm").read_text()
+        return found
 
     def tell() -> None:
         # One that has been waited for is listed until the system has taken it away.
