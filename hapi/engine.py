@@ -102,7 +102,8 @@ class Engine:
     def split(self, batch: Any, needs_labels: bool = True) -> tuple[Inputs, Any]:
         """A batch on the device into inputs and labels; see `Splitter`."""
         inputs, labels = self.splitter(batch, needs_labels)
-        inputs = self.laid_out(inputs)
+        if self.prepared.switches.channels_last:
+            inputs = self.laid_out(inputs)
         if not self._shapes_known:
             self.remember(inputs)
         return inputs, labels
@@ -165,12 +166,12 @@ class Engine:
             objective.counts = True
             return None
         columns = [feed.labels() if self.splitter.is_default else None for feed in feeds if feed is not None]
-        holes = any(column is None or bool((column == ignored).any()) for column in columns)
+        found = [None if column is None else _span(column, ignored) for column in columns]
+        holes = any([each is None or each[1] for each in found])
         objective.counts = objective.weighs_classes or holes
-        counted = [column[column != ignored] for column in columns if column is not None]
-        spans = [(int(column.min()), int(column.max())) for column in counted if column.numel()]
+        spans = [each[0] for each in found if each is not None and each[0] is not None]
         if spans:
-            self._label_span = min(low for low, _ in spans), max(high for _, high in spans)
+            self._label_span = min([low for low, _ in spans]), max([high for _, high in spans])
         return None if holes else self._label_span
 
     @contextmanager
@@ -239,6 +240,20 @@ class Engine:
             prepared.scaler.load_state_dict(state["scaler"])
         elif prepared.scaler is None:
             prepared.scaler_state = state["scaler"]
+
+
+def _span(labels: torch.Tensor, ignored: int) -> tuple[tuple[int, int] | None, bool]:
+    """Between which numbers labels lie, those to be ignored aside, None if there are none; whether there are such."""
+    if not labels.numel():
+        return None, False
+    low, high = map(int, labels.aminmax())
+    if not low <= ignored <= high:
+        return (low, high), False
+    counted = labels[labels != ignored]
+    if not counted.numel():
+        return None, True
+    low, high = map(int, counted.aminmax())
+    return (low, high), len(counted) < len(labels)
 
 
 def _channels_last(tensor: torch.Tensor) -> torch.Tensor:

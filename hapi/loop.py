@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
 from hapi import modes, rng
 from hapi.agreement import Agreement
-from hapi.batch import Inputs, map_tensors
+from hapi.batch import Inputs
 from hapi.callbacks.base import CallbackList
 from hapi.cursor import Cursor, Within
 from hapi.data import BEGINNING, Feed, Piece, Start
@@ -256,16 +254,19 @@ def evaluate(run: Run, feed: Feed, num_iters: int | None = None, check_in: _Chec
     stepper, callbacks = run.stepper, run.callbacks
     aligned = feed.aligned or group.get_world_size() == 1
     tally = run.tally()
-    step, stream = -1, rng.mix(run.seed, rng.EVALUATE)
+    step = -1
     stepper.sync(parameters=False)
     callbacks.call("on_eval_begin", logs={"steps": feed.steps})
     with modes.evaluating(stepper.exchange.replica):
+        set_streams = _keyed(run, feed, "eval")
         # Not by enumerate, which holds on to a piece until the next one is read.
         for piece in islice(feed.pieces(0), num_iters):
             step += 1
             callbacks.call("on_eval_batch_begin", step)
             if piece.batch is not None:
-                inputs, labels = _evaluation_batch(run, feed, piece, stream)
+                if set_streams is not None:
+                    set_streams(piece)
+                inputs, labels = run.split(feed.place(piece.batch))
                 outcome = stepper.evaluate(inputs, labels, piece.size)
                 tally.update(outcome.loss, outcome.weight, outcome.outputs, labels)
                 del inputs, labels, outcome
@@ -297,17 +298,19 @@ def predict(run: Run, feed: Feed, stack_outputs: bool) -> Any:
     stepper, callbacks = run.stepper, run.callbacks
     stepper.sync(parameters=False)
     parts: list[predictions.Positioned] = []
-    step, stream = -1, rng.mix(run.seed, rng.EVALUATE)
+    step = -1
     callbacks.call("on_predict_begin", logs={"steps": feed.steps})
     with modes.evaluating(stepper.network):
+        set_streams = _keyed(run, feed, "predict")
         for piece in feed.pieces(0):
             step += 1
             callbacks.call("on_predict_batch_begin", step)
             if piece.batch is not None:
-                inputs, _ = _evaluation_batch(run, feed, piece, stream, needs_labels=False)
-                outputs = map_tensors(torch.Tensor.cpu, stepper.predict(inputs))
-                parts.append((piece.position, piece.size, outputs))
-                del inputs, outputs
+                if set_streams is not None:
+                    set_streams(piece)
+                inputs, _ = run.split(feed.place(piece.batch), False)
+                parts.append((piece.position, piece.size, predictions.on_cpu(stepper.predict(inputs))))
+                del inputs
             del piece
             if callbacks.wants_batch_logs("predict", step):
                 callbacks.call("on_predict_batch_end", step, logs={})
@@ -318,12 +321,23 @@ def predict(run: Run, feed: Feed, stack_outputs: bool) -> Any:
     return gathered
 
 
-def _evaluation_batch(run: Run, feed: Feed, piece: Piece, stream: int, needs_labels: bool = True) -> tuple[Inputs, Any]:
-    # Keyed by the batch's number among all ranks' batches, which for data with an order does not depend on how many
-    # ranks there are.
-    position = piece.position if isinstance(piece.position, int) else int(piece.position[0])
-    rng.set_streams(rng.mix(position, after=stream), run.stepper.device)
-    return run.split(feed.place(piece.batch), needs_labels)
+def _keyed(run: Run, feed: Feed, kind: str) -> Callable[[Piece], None] | None:
+    """What sets the random streams before each batch of an evaluation; None where nobody draws."""
+    # Only for a process that evaluates.
+    from hapi import draws
+
+    setter = draws.setter(kind, feed, run.stepper, run.metrics, run.callbacks)
+    if setter is None:
+        return None
+    stream, device = rng.mix(run.seed, rng.EVALUATE), run.stepper.device
+
+    def set_streams(piece: Piece) -> None:
+        # Keyed by the batch's number among all ranks' batches, which for data with an order does not depend on how
+        # many ranks there are.
+        position = piece.position if isinstance(piece.position, int) else int(piece.position[0])
+        setter(rng.mix(position, after=stream), device)
+
+    return set_streams
 
 
 def _refuse_empty(name: str, last_step: int) -> None:

@@ -165,8 +165,12 @@ class Objective:
 
     def described(self) -> str:
         """What the loss computes, to be compared between ranks: its name, and the settings of torch's losses."""
-        losses = self._loss.losses if isinstance(self._loss, _Sum) else [self._loss]
-        return " + ".join(map(_described, losses))
+        return " + ".join(map(_described, self.losses))
+
+    @property
+    def losses(self) -> list[Any]:
+        """The losses whose values are added; None where there is none."""
+        return list(self._loss.losses) if isinstance(self._loss, _Sum) else [self._loss]
 
     @property
     def missing(self) -> bool:

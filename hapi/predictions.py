@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import reduce
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,6 +18,12 @@ Positioned = tuple[int | torch.Tensor, int, Any]
 """The position of a batch's rows, its samples, its outputs on the CPU."""
 Named = dict[tuple[Any, ...], torch.Tensor]
 """The tensors of a batch's outputs, by their place in them."""
+
+
+def on_cpu(outputs: Any) -> Any:
+    """A batch's outputs, to be kept."""
+    # The usual case first: this runs once a step.
+    return outputs if isinstance(outputs, torch.Tensor) and outputs.is_cpu else map_tensors(torch.Tensor.cpu, outputs)
 
 
 def in_batches(parts: list[Positioned], ordered: bool) -> list[Any]:
@@ -37,15 +44,22 @@ def stacked(parts: list[Positioned], ordered: bool) -> Any:
     named = [_named(outputs) for *_, outputs in parts]
     problem = _why_not_stackable(parts, named)
     own = _without_rows(parts[0][2], named) if parts and problem is None else None
-    ranks = group.gather_objects((problem, own, _row_keys(parts), ordered))
+    is_all = group.get_world_size() == 1 and _is_in_order(parts)
+    ranks = group.gather_objects((problem, own, None if is_all else _row_keys(parts), ordered))
     templates = [template for _, template, *_ in ranks if template is not None]
     _refuse_unequal([problem for problem, *_ in ranks], templates)
-    keys = torch.cat([keys for *_, keys, _ in ranks])
-    order = _order_of(keys) if _agreed_order([ordered for *_, ordered in ranks]) else None
-    counts = [len(keys) for *_, keys, _ in ranks]
     columns = _columns(named, templates)
-    whole = iter([_joined(column, counts, order) for column in columns])
+    if not is_all:
+        keys = [keys for *_, keys, _ in ranks if keys is not None]
+        order = _order_of(torch.cat(keys)) if _agreed_order([ordered for *_, ordered in ranks]) else None
+        columns = [_joined(column, list(map(len, keys)), order) for column in columns]
+    whole = iter(columns)
     return map_tensors(lambda _: next(whole), templates[0])
+
+
+def _is_in_order(parts: list[Positioned]) -> bool:
+    numbers = [position for position, *_ in parts if isinstance(position, int)]
+    return len(numbers) == len(parts) and all(one < next_one for one, next_one in pairwise(numbers))
 
 
 def _without_rows(first: Any, named: list[Named]) -> Any:
@@ -65,7 +79,7 @@ def _columns(named: list[Named], templates: list[Any]) -> list[torch.Tensor]:
 
 
 def _common_dtype(tensors: list[torch.Tensor]) -> torch.dtype:
-    return reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+    return reduce(torch.promote_types, {tensor.dtype for tensor in tensors})
 
 
 def _named(outputs: Any) -> Named:
@@ -127,18 +141,20 @@ def _row_keys(parts: list[Positioned]) -> torch.Tensor:
 
 
 def _why_not_stackable(parts: list[Positioned], named: list[Named]) -> str | None:
-    first: dict[tuple[Any, ...], tuple[int, ...]] | None = None
+    first: dict[tuple[Any, ...], torch.Size] | None = None
     for (_, size, outputs), tensors in zip(parts, named, strict=True):
         if not tensors:
             return f"The network gave {type(outputs).__name__} without any tensor"
-        for path, tensor in tensors.items():
-            if tensor.dim() == 0 or tensor.shape[0] != size:
-                shape, where = tuple(tensor.shape), f" as {_place(path)}" if path else ""
-                return f"The network gave an output of shape {shape}{where} for {size} samples, not one row each"
-        shapes = {path: tuple(tensor.shape[1:]) for path, tensor in tensors.items()}
-        if first is not None and shapes != first:
+        shapes = {path: tensor.shape for path, tensor in tensors.items()}
+        for path, shape in shapes.items():
+            if not shape or shape[0] != size:
+                where = f" as {_place(path)}" if path else ""
+                return f"The network gave an output of shape {tuple(shape)}{where} for {size} samples, not one row each"
+            shapes[path] = shape[1:]
+        if first is None:
+            first = shapes
+        elif shapes != first:
             return _difference(first, shapes, "batches")
-        first = shapes
     return None
 
 
@@ -148,7 +164,7 @@ def _difference(one: dict[tuple[Any, ...], Any], other: dict[tuple[Any, ...], An
         return f"The outputs differ in structure between {between} ({shown[0]} and {shown[1]})"
     path = next(path for path in one if one[path] != other[path])
     where = f" of {_place(path)}" if path else ""
-    return f"Rows differ in shape between {between} ({one[path]} and {other[path]}{where})"
+    return f"Rows differ in shape between {between} ({tuple(one[path])} and {tuple(other[path])}{where})"
 
 
 def _place(path: tuple[Any, ...]) -> str:
@@ -158,7 +174,7 @@ def _place(path: tuple[Any, ...]) -> str:
 def _refuse_unequal(problems: list[str | None], templates: list[Any]) -> None:
     problem = next((problem for problem in problems if problem is not None), None)
     if problem is None:
-        shapes = [{path: tuple(t.shape[1:]) for path, t in _named(template).items()} for template in templates]
+        shapes = [{path: t.shape[1:] for path, t in _named(template).items()} for template in templates]
         unequal = next((other for other in shapes if other != shapes[0]), None)
         problem = _difference(shapes[0], unequal, "processes") if unequal is not None else None
     if problem is not None:

@@ -67,15 +67,20 @@ def draw_seed() -> int:
 
 
 def set_streams(key: int, device: torch.device | None = None) -> None:
-    """Set the global generators from a key; with a device, its generator too.
-
-    The generators are set one by one: `torch.manual_seed` looks at every device and takes 20 times as long.
-    """
-    torch.default_generator.manual_seed(key & (_MASK >> 1))
+    """Set the global generators from a key; with a device, its generator too."""
+    set_torch(key, device)
     random.seed(key)
     numpy_random = _numpy_random()
     if numpy_random is not None:
         numpy_random.seed(key & 0xFFFFFFFF)
+
+
+def set_torch(key: int, device: torch.device | None = None) -> None:
+    """The same of torch's generators only, for where nobody draws from others; see `hapi.draws`.
+
+    They are set one by one: `torch.manual_seed` looks at every device and takes 20 times as long.
+    """
+    torch.default_generator.manual_seed(key & (_MASK >> 1))
     if device is not None and device.type != "cpu":
         _seed_device(device, key & (_MASK >> 1))
 

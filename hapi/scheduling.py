@@ -171,3 +171,10 @@ def default_interval(scheduler: Any) -> str:
     if parts:
         return "step" if any(default_interval(part) == "step" for part in parts) else "epoch"
     return "step" if isinstance(scheduler, _PER_STEP) else "epoch"
+
+
+def rate_of(optimizer: torch.optim.Optimizer) -> float | torch.Tensor:
+    """The learning rate of the first group, as it is now."""
+    rate: float | torch.Tensor = optimizer.param_groups[0]["lr"]
+    # A scheduler overwrites a rate that is a tensor in place; reading it here would wait for the device.
+    return rate.detach().clone() if isinstance(rate, torch.Tensor) else rate

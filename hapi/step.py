@@ -23,7 +23,7 @@ from hapi.distributed import group
 from hapi.distributed.parallel import GradientExchange, Replica
 from hapi.objective import Loss, Objective, as_loss, wrong_count
 from hapi.precision import Precision
-from hapi.scheduling import Schedule
+from hapi.scheduling import Schedule, rate_of
 
 StepFunction = Callable[[Any, Any], tuple[Any, Any]]
 """`train_step` or `eval_step`: (inputs, labels) -> (loss, outputs)."""
@@ -93,7 +93,7 @@ class Stepper:
         self.prepared = prepared
         self.device = device
         self._train_step = train_step
-        self._eval_step = eval_step
+        self.eval_step = eval_step
         self._overrides_step = is_overridden(train_step)
         self._world_size = group.get_world_size()
         self._has_graph = False
@@ -265,7 +265,7 @@ class Stepper:
         optimizer, scaler = prepared.optimizer, prepared.scaler
         if optimizer is None:
             raise RuntimeError("hapi's own fault: an update without an optimizer")
-        self._last_rate = _rate(optimizer)
+        self._last_rate = rate_of(optimizer)
         if scaler is not None:
             scaler.unscale_(optimizer)
         self._divide_by_weights()
@@ -296,8 +296,8 @@ class Stepper:
         return Outcome(None, size, outputs) if loss is None else _outcome(loss, size, outputs)
 
     def _evaluated(self, inputs: Inputs, labels: Any, size: int) -> tuple[Loss | None, Any]:
-        value, outputs = checks.loss_and_outputs(self._explained(self._eval_step, inputs, labels, size))
-        return None if value is None else self._as_loss(value), outputs
+        value, outputs = checks.loss_and_outputs(self._explained(self.eval_step, inputs, labels, size))
+        return None if value is None else as_loss(value), outputs
 
     def predict(self, inputs: Inputs) -> Any:
         """The bare network's outputs."""
@@ -371,18 +371,16 @@ class Stepper:
                 parameter.grad.div_(weight.to(parameter.grad.device))
 
 
-def _rate(optimizer: torch.optim.Optimizer) -> float | torch.Tensor:
-    rate: float | torch.Tensor = optimizer.param_groups[0]["lr"]
-    # A scheduler overwrites a rate that is a tensor in place; reading it here would wait for the device.
-    return rate.detach().clone() if isinstance(rate, torch.Tensor) else rate
-
-
 def _outcome(loss: Loss, size: int, outputs: Any) -> Outcome:
-    value = loss.value.detach()
-    outputs = outputs.detach() if isinstance(outputs, torch.Tensor) else map_tensors(torch.Tensor.detach, outputs)
+    value = _without_graph(loss.value)
+    outputs = _without_graph(outputs) if isinstance(outputs, torch.Tensor) else map_tensors(_without_graph, outputs)
     if loss.weight is None:
         return Outcome(value, size, outputs)
     return Outcome(value / _nonzero(loss.weight), loss.weight, outputs)
+
+
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _without_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from torch.utils.data import Subset
 from torchvision.transforms import Compose, RandomCrop, ToTensor
 
 import hapi
-from hapi.data import feeds, resident
+from hapi.data import in_memory, resident
 from hapi.data.order import GlobalOrder
 from hapi.data.sources import as_batch_source
 from hapi.datasets import FashionMNIST
@@ -20,7 +20,7 @@ CLASSES = torch.arange(100) % 10
 def feed_of(data, keep, shuffle=True):
     source = as_batch_source(data, torch.float32)
     order = GlobalOrder(len(source), 16, 1, 0, shuffle=shuffle, drop_last=False, seed=3)
-    feed = feeds.SourceFeed(source, order, CPU)
+    feed = in_memory.SourceFeed(source, order, CPU)
     feed._resident = resident.Resident(source, CPU) if keep else None
     return feed
 
@@ -130,14 +130,14 @@ def test_a_fit_has_the_same_bits_and_says_what_is_kept(monkeypatch, capfd):
 
     history, weights = trained()
     assert "kept on the device" not in capfd.readouterr().out
-    init, made = feeds.SourceFeed.__init__, []
+    init, made = in_memory.SourceFeed.__init__, []
 
     def keeping(self, source, order, device):
         init(self, source, order, device)
         self._resident, self.kept_bytes = resident.Resident(source, device), 2**20
         made.append(self)
 
-    monkeypatch.setattr(feeds.SourceFeed, "__init__", keeping)
+    monkeypatch.setattr(in_memory.SourceFeed, "__init__", keeping)
     kept_history, kept_weights = trained()
     assert "1 MB of data kept on the device from the second epoch on (HAPI_KEEP_DATA=0: not)" in capfd.readouterr().out
     assert len(made) == 2 and all(feed._rows is not feed._source for feed in made)

@@ -10,7 +10,8 @@ from torch import nn
 
 import hapi
 from hapi.data import sameness
-from hapi.data.feeds import SourceFeed, Start
+from hapi.data.feeds import Start
+from hapi.data.in_memory import SourceFeed
 from hapi.data.order import GlobalOrder
 from hapi.data.sources import Columns
 from hapi.datasets import FashionMNIST
@@ -65,6 +66,65 @@ def test_small_batches_are_read_several_at_a_time_and_large_ones_alone():
     large = Counted(torch.zeros(64, 20000))
     assert len(list(SourceFeed(large, order_of(64, 8), CPU).pieces(0))) == 8
     assert large.fetches == 8
+
+
+class CountedImages(FashionMNIST):
+    """Images whose batches are counted as they are read and as they are transformed."""
+
+    fetches = finishes = 0
+
+    def fetch_batch(self, indices):
+        self.fetches += 1
+        return super().fetch_batch(indices)
+
+    def finish_batch(self, batch):
+        self.finishes += 1
+        return super().finish_batch(batch)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_rows_that_need_no_copy_are_read_for_many_batches_and_transformed_for_few(shuffle):
+    data = CountedImages(mode="test", sample=True)
+    data.data, data.targets = data.data.repeat(40, 1, 1, 1)[:9600], data.targets.repeat(40)[:9600]
+    given = list(SourceFeed(data, order_of(9600, 160, shuffle=shuffle), CPU).pieces(0))
+    # 160 images are more numbers than half of what is handled at once.
+    assert data.finishes == len(given) == 60
+    assert data.fetches == (60 if shuffle else 1 + 2)
+    rows = [torch.tensor(share.listed()) for share in order_of(9600, 160, shuffle=shuffle).shares(0)]
+    for own, piece in zip(rows, given, strict=True):
+        assert torch.equal(piece.batch[0], data.data[own] / 255)
+        assert torch.equal(piece.batch[1], data.targets[own])
+
+
+class Adding(nn.Module):
+    """Adds a parameter to what it is given in place, as a table of positions may be added."""
+
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(4))
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        x += self.position
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("form", ["tuple", "dict"])
+def test_a_batch_through_which_a_gradient_has_flown_is_apart_from_the_next_one(form):
+    torch.manual_seed(0)
+    x, y = torch.rand(128, 4), torch.randint(3, (128,))
+    network, by_hand = Adding(), Adding()
+    by_hand.load_state_dict(network.state_dict())
+    model = hapi.Model(network, **({} if form == "tuple" else {"inputs": ["x"], "labels": ["y"]}))
+    model.prepare(torch.optim.SGD(network.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    model.fit((x, y) if form == "tuple" else {"x": x, "y": y}, epochs=1, batch_size=16, shuffle=False, verbose=0)
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1)
+    for rows, labels in zip(x.split(16), y.split(16), strict=True):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(by_hand(rows.clone()), labels).backward()
+        optimizer.step()
+    for ours, theirs in zip(network.parameters(), by_hand.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 class Watched(Columns):

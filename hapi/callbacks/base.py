@@ -264,8 +264,16 @@ class CallbackList:
         # Plainly, here and below: these run in each step.
         due = False
         for callback in self._batch_hooks[_BATCH_END[kind]]:
-            due |= _is_due(callback, step)
+            due |= (step + 1) % callback.batch_freq == 0 and callback._looks_at(step)
         return due
+
+    def has_others_in_steps(self, kind: str) -> bool:
+        """Whether a batch hook of such steps, as for `wants_batch_logs`, is the user's own code."""
+        hooks_of = [
+            (cb, getattr(cb, hook)) for hook in _BATCH_HOOKS if f"_{kind}_" in hook for cb in self._batch_hooks[hook]
+        ]
+        # What stands in an object itself may be the user's as well.
+        return any([not code.__module__.startswith("hapi.") for cb, hook in hooks_of for code in (type(cb), hook)])
 
     def saves_at(self, steps_trained: int) -> bool:
         """Whether any callback saves after so many steps."""

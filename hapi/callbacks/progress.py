@@ -15,12 +15,10 @@ from hapi.callbacks.terminal import number, say
 from hapi.distributed import get_rank
 from hapi.signals import in_notebook
 
-# Seconds between two refreshes of a bar, each of which waits for the device.
-_BAR_SECONDS = 0.1
+# Seconds between two refreshes of a bar, each of which waits for the device, and between two plain lines within a pass.
+_BAR_SECONDS, _LINE_SECONDS = 0.1, 5.0
 # Columns that a bar takes at most, and at least where its values leave it less.
 _WIDEST, _NARROWEST = 12, 3
-# Seconds between two plain lines within a pass.
-_LINE_SECONDS = 5.0
 # How many of them a pass of known length has: with its evaluation and its own line, an epoch has less than 20.
 _LINES, _EVALUATION_LINES = 10, 5
 # By how much each line is rarer than the one before where the length is unknown.
@@ -69,6 +67,13 @@ class ProgBarLogger(Callback):
         self._shows = bool(self.verbose) and get_rank() == 0
         # Where nothing is shown, no step need gather values.
         self.batch_freq = self.log_freq if self._shows else sys.maxsize
+        # Only for an evaluate or predict whose number of steps shows at its end: a hook costs time in each.
+        counts = self._shows and "epochs" not in params and params.get("samples") is None
+        for hook in ("on_eval_batch_begin", "on_predict_batch_begin"):
+            if counts:
+                setattr(self, hook, self._count)
+            else:
+                vars(self).pop(hook, None)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Evaluations until `on_train_end` belong to epochs."""
@@ -105,13 +110,6 @@ class ProgBarLogger(Callback):
         self._end_training()
         extent = _Extent((logs or {}).get("steps"), self.params.get("eval_global_batch"))
         self._begin_pass(f"{self._title} evaluate", extent, _EVALUATION_LINES)
-
-    def on_eval_batch_begin(self, step: int, logs: Logs | None = None) -> None:
-        """Count it: the hook of its end is called for some steps alone."""
-        if self._pass is not None:
-            self._pass.last = step, time.monotonic()
-
-    on_predict_batch_begin = on_eval_batch_begin
 
     def on_eval_batch_end(self, step: int, logs: Logs | None = None) -> None:
         """Show the running values."""
@@ -163,8 +161,7 @@ class ProgBarLogger(Callback):
 
     def _end_training(self) -> None:
         """The training of the epoch is over, if it was not before."""
-        ended = self._end_pass()
-        if ended is not None:
+        if (ended := self._end_pass()) is not None:
             ended.reach(self.model.steps_trained - self._epoch_start)
             self._speed = ended.speed()
 
@@ -188,6 +185,10 @@ class ProgBarLogger(Callback):
         self._pass.reach(step + 1)
         return self._pass.is_due()
 
+    def _count(self, step: int, logs: Logs | None = None) -> None:
+        if self._pass is not None:
+            self._pass.last = step, time.monotonic()
+
     def _show(self, step: int, logs: Logs | None) -> None:
         if self._pass is not None:
             self._pass.reach(step + 1)
@@ -201,8 +202,7 @@ class ProgBarLogger(Callback):
 
     def _end_single(self, title: str, logs: Logs | None) -> None:
         """The end of evaluate or predict."""
-        ended = self._end_pass()
-        if ended is not None:
+        if (ended := self._end_pass()) is not None:
             self._speed = ended.speed_of_all()
             self._summarize(title, time.monotonic() - ended.began, logs)
 

@@ -1,16 +1,15 @@
 """What the loop reads: a `Feed` gives this process its pieces of each step, whatever the data is.
 
-Read here how map-style data is shared out; `loaders.py` does it for the user's own DataLoader, `streams.py` for what
-has no indices.
+Read here how map-style data is shared out; `in_memory.py` does it for data that can be indexed a batch at a time,
+`loaders.py` for the user's own DataLoader, `streams.py` for what has no indices.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -18,13 +17,9 @@ from torch.utils.data import DataLoader
 from hapi import batch as batches
 from hapi.data.collate import Collate
 from hapi.data.epochs import set_epoch
-from hapi.data.order import GlobalOrder, Share, joined
-from hapi.data.sources import BatchSource, columns_of, labels_of
+from hapi.data.order import GlobalOrder
 from hapi.data.workers import Keyed, KeyedDataset, RefillableSampler, WorkerInit
 from hapi.distributed import group
-
-if TYPE_CHECKING:
-    from hapi.data.resident import Resident
 
 
 class Piece(NamedTuple):
@@ -88,6 +83,8 @@ class Feed(ABC):
     """How much of the data is kept on the device; None: it is read from the host's memory."""
     floats: torch.dtype | None = None
     """What float64 arrays in batches become; see `hapi.batch.tensor_of`."""
+    draws: str = "all"
+    """From which generators this process may draw while it reads and places batches: "all", "torch" or "none"."""
     stateful: Any = None
     """The map-style data set, where it has a state of its own (`state_dict`, `load_state_dict`) to be kept."""
 
@@ -185,107 +182,6 @@ def _pending_total(batch: Local | None) -> group.PendingSum:
 
 def _piece(batch: Local | None, total: int) -> Piece:
     return Piece(*batch[:2], total, batch[2]) if batch else Piece(None, 0, total, 0)
-
-
-_TOGETHER = 1 << 17
-"""So many numbers are read at once: few enough for a core's cache."""
-_MOST_TOGETHER = 32
-_ALIGNED = 64
-"""Bytes. Where a tensor starts within so many may decide about the last bits of what is computed of it."""
-
-
-class SourceFeed(Feed):
-    """In-memory data, indexed in this process.
-
-    Several small batches are read at once and handed out in slices: to index one costs more than to copy it.
-    """
-
-    def __init__(self, source: BatchSource, order: GlobalOrder, device: torch.device) -> None:
-        super().__init__(device)
-        self._source = source
-        self._order = order
-        self.steps = order.steps
-        self.samples = order.samples
-        self.global_batch = order.global_batch
-        self.aligned, self.stride, self.unit = True, order.global_batch, "samples"
-        self._rows = source
-        self._resident: Resident | None = None
-        if device.type != "cpu":
-            # Only for a process that computes on a device.
-            from hapi.data import resident
-
-            self.kept_bytes = resident.kept_bytes(source, device)
-            if self.kept_bytes is not None:
-                self._resident = resident.Resident(source, device)
-        self._placed = self._pin = False
-        self._finish: Callable[[Any], Any] = self._finish_moved
-        # Found out by each pass, from its first batch.
-        self._together: int | None = None
-
-    def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
-        """See `Feed.pieces`."""
-        set_epoch(self._source, epoch)
-        if self._resident is not None:
-            self._rows = self._resident.source()
-        self._pin = self._device.type == "cuda" and self._rows is self._source
-        # Tensors on the CPU are not moved.
-        stays = self._device.type == "cpu" and columns_of(self._source) is not None
-        self._finish = self._source.finish_batch if stays else self._finish_moved
-        shares = self._order.numbered(epoch, start.step, start.taken)
-        # What is drawn for a batch is drawn where it is placed, within its step.
-        self._placed = not getattr(self._source, "is_random", True)
-        self._together = None if self._placed else 1
-        while bundle := list(islice(shares, self._together or 1)):
-            if len(bundle) > 1:
-                yield from _slices(self._fetch(joined([share.indices for _, share in bundle])), bundle)
-            else:
-                # Not kept here: its memory is the next one's, while it is still in the processor's cache.
-                yield self._single(*bundle[0])
-
-    def _single(self, number: int, share: Share) -> Piece:
-        rows = self._fetch(share.indices)
-        if self._together is None and rows is not None:
-            self._together = _how_many(rows)
-        return Piece(rows, len(share.indices), share.total, number)
-
-    def _fetch(self, indices: torch.Tensor | range) -> Any:
-        """Rows, placed if that draws nothing; None if there are none."""
-        if not len(indices):
-            return None
-        rows = self._rows.fetch_batch(indices)
-        if self._pin:
-            rows = batches.map_tensors(torch.Tensor.pin_memory, rows)
-        return self._finish(rows) if self._placed else rows
-
-    def labels(self) -> torch.Tensor | None:
-        """See `Feed.labels`."""
-        return labels_of(self._source)
-
-    def place(self, batch: Any) -> Any:
-        """The batch on the device, its transform finished there for the whole batch."""
-        return batch if self._placed else self._finish(batch)
-
-    def _finish_moved(self, rows: Any) -> Any:
-        return self._source.finish_batch(batches.move(rows, self._device, self.floats))
-
-
-def _how_many(batch: Any) -> int:
-    """How many batches like this one are best read at once."""
-    tensors = list(batches.leaves(batch))
-    if any(tensor.numel() * tensor.element_size() % _ALIGNED for tensor in tensors):
-        return 1
-    numbers = sum(tensor.numel() for tensor in tensors)
-    return max(1, min(_MOST_TOGETHER, _TOGETHER // max(1, numbers)))
-
-
-def _slices(rows: Any, bundle: list[tuple[int, Share]]) -> Iterator[Piece]:
-    """The pieces of several batches that were read at once."""
-    first = 0
-    for number, (indices, total) in bundle:
-        size = len(indices)
-        own = slice(first, first + size)
-        yield Piece(batches.map_tensors(itemgetter(own), rows) if size else None, size, total, number)
-        first += size
 
 
 class DatasetFeed(Feed):

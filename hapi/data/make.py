@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hapi import rng
 from hapi.batch import map_tensors
-from hapi.data.feeds import BEGINNING, DatasetFeed, Feed, LocalFeed, Piece, SourceFeed, Start
+from hapi.data.feeds import BEGINNING, DatasetFeed, Feed, LocalFeed, Piece, Start
 from hapi.data.order import GlobalOrder
 from hapi.data.sameness import same_data
 from hapi.data.sources import as_batch_source, is_columns
@@ -163,11 +163,13 @@ def _choose(data: Any, request: Request, device: torch.device) -> Feed:
         length = len(source) if source is not None else len(data)
         local = declares_shards(data)
         order = _order(length, request, local)
-        feed = (
-            SourceFeed(source, order, device)
-            if source is not None and not request.num_workers
-            else DatasetFeed(_per_sample(data, source), order, device, request.num_workers or 0, request.floats)
-        )
+        feed: Feed
+        if source is not None and not request.num_workers:
+            from hapi.data.in_memory import SourceFeed
+
+            feed = SourceFeed(source, order, device)
+        else:
+            feed = DatasetFeed(_per_sample(data, source), order, device, request.num_workers or 0, request.floats)
         return LocalFeed(feed, device, request.lockstep) if local else feed
     if isinstance(data, Iterator):
         raise TypeError(

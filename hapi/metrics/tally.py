@@ -37,10 +37,8 @@ class Tally:
         self, metrics: Sequence[Metric], device: torch.device, label_span: tuple[int, int] | None = None
     ) -> None:
         # What the ranks' states are put together in, which replaces its own.
-        self._merged = [copy.deepcopy(metric) for metric in metrics]
-        for metric in self._merged:
-            metric.reset()
-        self._metrics = [copy.deepcopy(metric).to(device) for metric in self._merged]
+        self._merged = [_anew(metric) for metric in metrics]
+        self._metrics = [_anew(metric).to(device) for metric in metrics]
         self._joining = [metric for metric in self._metrics if metric.joins_batches]
         self._others = [metric for metric in self._metrics if not metric.joins_batches]
         self._waiting = _Waiting()
@@ -248,6 +246,15 @@ def add_values(logs: dict[str, Tensor], metrics: Sequence[Metric]) -> None:
                     "of them another name."
                 )
             logs[name] = value
+
+
+def _anew(metric: Metric) -> Metric:
+    """A copy at the start of a pass. States are not copied, since they are set anew, nor what they are set to."""
+    held = [vars(metric).get(name) for name in metric._defaults]
+    kept = {id(value): value for value in (*held, *metric._defaults.values())}
+    fresh = copy.deepcopy(metric, kept)
+    fresh.reset()
+    return fresh
 
 
 def _update_watched(metric: Metric, outputs: Any, labels: Any) -> None:

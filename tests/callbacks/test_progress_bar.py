@@ -6,6 +6,7 @@ import pytest
 import torch
 from callback_fakes import FakeModel
 
+import hapi
 from hapi.callbacks import ProgBarLogger, progress
 from hapi.callbacks.base import CallbackList
 from hapi.callbacks.terminal import number
@@ -390,3 +391,33 @@ def test_numbers(value, text):
 def test_learning_rates_are_written_short():
     assert [number(value, "lr") for value in (0.001, 1e-5, 0.123456)] == ["0.001", "1e-05", "0.1235"]
     assert number(float("nan")) == "nan"
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict"])
+def test_it_is_called_before_a_step_only_where_the_number_of_steps_shows_at_the_end(call, monkeypatch, capsys):
+    counted = []
+    count = ProgBarLogger._count
+    monkeypatch.setattr(
+        ProgBarLogger, "_count", lambda self, step, logs=None: counted.append(step) or count(self, step)
+    )
+    model = hapi.Model(torch.nn.Linear(4, 3)).prepare(loss=torch.nn.CrossEntropyLoss())
+    logger = ProgBarLogger()
+    x, y = torch.rand(40, 4), torch.zeros(40, dtype=torch.int64)
+    for data, expected in (((x, y), []), (Unsized(x, y), [0, 1]), ((x, y), [])):
+        counted.clear()
+        options = {} if isinstance(data, Unsized) else {"batch_size": 16}
+        getattr(model, call)(data, callbacks=[logger], **options)
+        assert counted == expected
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert all("samples/s" in line or "ms/step" in line for line in lines)
+
+
+class Unsized(torch.utils.data.IterableDataset):
+    """Samples of which nobody knows how many there are."""
+
+    def __init__(self, x, y):
+        self.samples = list(zip(x, y, strict=True))
+
+    def __iter__(self):
+        yield from self.samples

@@ -1,0 +1,170 @@
+"""Data in memory as a `Feed`: indexed in this process, several small batches at once.
+
+Imported with the first data of that kind, not by `import hapi`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hapi import batch as batches
+from hapi.data.epochs import set_epoch
+from hapi.data.feeds import BEGINNING, Feed, Piece, Start
+from hapi.data.order import GlobalOrder, Share, joined
+from hapi.data.sources import BatchSource, SubsetSource, columns_of, labels_of
+
+if TYPE_CHECKING:
+    from hapi.data.resident import Resident
+
+_TOGETHER = 1 << 17
+"""So many numbers are read at once: few enough for a core's cache."""
+_MOST_TOGETHER = 32
+_ALIGNED = 64
+"""Bytes. Where a tensor starts within so many may decide about the last bits of what is computed of it."""
+
+
+class SourceFeed(Feed):
+    """In-memory data, indexed in this process.
+
+    Several small batches are read at once and handed out in slices: to index one costs more than to copy it.
+    """
+
+    def __init__(self, source: BatchSource, order: GlobalOrder, device: torch.device) -> None:
+        super().__init__(device)
+        self._source = source
+        self._order = order
+        self.steps = order.steps
+        self.samples = order.samples
+        self.global_batch = order.global_batch
+        self.aligned, self.stride, self.unit = True, order.global_batch, "samples"
+        self._rows = source
+        self._resident: Resident | None = None
+        if device.type != "cpu":
+            # Only for a process that computes on a device.
+            from hapi.data import resident
+
+            self.kept_bytes = resident.kept_bytes(source, device)
+            if self.kept_bytes is not None:
+                self._resident = resident.Resident(source, device)
+        self._placed = self._pin = False
+        self._finish: Callable[[Any], Any] = self._finish_moved
+        # How many batches are read at once, and of those, how many are finished at once. Found out by each pass.
+        self._read_together = self._finished_together = 1
+
+    def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
+        """See `Feed.pieces`."""
+        set_epoch(self._source, epoch)
+        if self._resident is not None:
+            self._rows = self._resident.source()
+        self._pin = self._device.type == "cuda" and self._rows is self._source
+        # Tensors on the CPU are not moved.
+        stays = self._device.type == "cpu" and columns_of(self._source) is not None
+        self._finish = self._source.finish_batch if stays else self._finish_moved
+        # What is drawn for a batch is drawn where it is placed, within its step.
+        self._placed = not getattr(self._source, "is_random", True)
+        self._read_together = self._finished_together = 1
+        is_measured = not self._placed
+        shares = self._order.numbered(epoch, start.step, start.taken)
+        while bundle := list(islice(shares, self._read_together)):
+            if len(bundle) > 1:
+                yield from self._several(bundle)
+                continue
+            ((number, share),) = bundle
+            rows = self._fetch(share.indices)
+            placed = self._finish(rows) if self._placed and rows is not None else rows
+            if not is_measured and rows is not None:
+                self._measure(rows, placed)
+                is_measured = True
+            yield Piece(placed, len(share.indices), share.total, number)
+            # Their memory is the next one's, while it is still in the processor's cache.
+            del rows, placed
+
+    def _measure(self, rows: Any, placed: Any) -> None:
+        """See from a first batch how many are best handled at once."""
+        of_data = {column.untyped_storage().data_ptr() for column in batches.leaves(columns_of(self._source))}
+        new = [tensor for tensor in batches.leaves(rows) if tensor.untyped_storage().data_ptr() not in of_data]
+        self._finished_together = _how_many(batches.leaves(placed))
+        self._read_together = max(self._finished_together, _how_many(new))
+
+    def _several(self, bundle: list[tuple[int, Share]]) -> Iterator[Piece]:
+        """The pieces of several batches, for all of which rows are read at once."""
+        together = self._finished_together
+        groups = [bundle[first : first + together] for first in range(0, len(bundle), together)]
+        rows = self._fetch(joined([share.indices for _, share in bundle]))
+        for group, own in zip(groups, _cut(rows, [sum(_sizes(group)) for group in groups]), strict=True):
+            if together == 1:
+                ((number, share),) = group
+                # Not kept here, as above.
+                size = len(share.indices)
+                yield Piece(self._finish(own) if size else None, size, share.total, number)
+                continue
+            sizes = _sizes(group)
+            parts = _cut(self._finish(own) if any(sizes) else None, sizes)
+            for (number, share), size, part in zip(group, sizes, parts, strict=True):
+                yield Piece(part if size else None, size, share.total, number)
+
+    def _fetch(self, indices: torch.Tensor | range) -> Any:
+        """Rows as they are stored; None if there are none."""
+        if not len(indices):
+            return None
+        rows = self._rows.fetch_batch(indices)
+        return batches.map_tensors(torch.Tensor.pin_memory, rows) if self._pin else rows
+
+    @property
+    def draws(self) -> str:  # type: ignore[override]
+        """See `Feed.draws`."""
+        source = self._source
+        while isinstance(source, SubsetSource):
+            source = source.dataset
+        # Whether a transform can be done in batches is asked anew, since it may have been changed.
+        if not type(source).__module__.startswith("hapi.") or not getattr(source, "batched", True):
+            return "all"
+        return "torch" if getattr(source, "is_random", True) else "none"
+
+    def labels(self) -> torch.Tensor | None:
+        """See `Feed.labels`."""
+        return labels_of(self._source)
+
+    def place(self, batch: Any) -> Any:
+        """The batch on the device, its transform finished there for the whole batch."""
+        return batch if self._placed else self._finish(batch)
+
+    def _finish_moved(self, rows: Any) -> Any:
+        return self._source.finish_batch(batches.move(rows, self._device, self.floats))
+
+
+def _how_many(tensors: Iterable[torch.Tensor]) -> int:
+    """How many batches, of which one has these tensors, are best handled at once."""
+    held = list(tensors)
+    if any([tensor.numel() * tensor.element_size() % _ALIGNED for tensor in held]):
+        return 1
+    numbers = sum([tensor.numel() for tensor in held])
+    return max(1, min(_MOST_TOGETHER, _TOGETHER // max(1, numbers)))
+
+
+def _sizes(group: list[tuple[int, Share]]) -> list[int]:
+    return [len(share.indices) for _, share in group]
+
+
+def _cut(rows: Any, sizes: list[int]) -> Iterable[Any]:
+    """Batches of these sizes, in memory that they share, without being views of each other.
+
+    Slices are: a gradient that flows into one of them, where a network adds a parameter to it in place, flows into the
+    batches after it.
+    """
+    if rows is None or len(sizes) == 1:
+        return [rows] * len(sizes)
+    columns = [torch.unsafe_split_with_sizes(column, sizes) for column in batches.leaves(rows)]
+    if isinstance(rows, torch.Tensor):
+        return columns[0]
+    if type(rows) is tuple and len(rows) == len(columns):
+        return zip(*columns, strict=True)
+    return [_refilled(rows, iter(parts)) for parts in zip(*columns, strict=True)]
+
+
+def _refilled(rows: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    return batches.map_tensors(lambda _: next(tensors), rows)

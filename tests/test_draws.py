@@ -1,0 +1,221 @@
+"""Who draws by chance in an evaluation draws the same for a batch each time; where nobody does, nothing is set."""
+
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torchvision.transforms import Compose, RandomHorizontalFlip, ToTensor
+
+import hapi
+from hapi import draws, rng
+from hapi.datasets import FashionMNIST
+
+X, Y = torch.zeros(50, 4), torch.zeros(50, dtype=torch.int64)
+drawn = []
+
+
+def draw():
+    drawn.append((random.random(), float(numpy.random.rand()), float(torch.rand(()))))
+
+
+class Drawing(nn.Linear):
+    def forward(self, x):
+        draw()
+        return super().forward(x)
+
+
+class DrawingMetric(hapi.metrics.Accuracy):
+    def update(self, outputs, labels):
+        draw()
+        super().update(outputs, labels)
+
+
+class DrawingCallback(hapi.callbacks.Callback):
+    def on_eval_batch_end(self, step, logs=None):
+        draw()
+
+
+class DrawingData(FashionMNIST):
+    def finish_batch(self, batch):
+        draw()
+        return super().finish_batch(batch)
+
+    is_random = True
+
+
+class DrawingModel(hapi.Model):
+    def eval_step(self, inputs, labels):
+        draw()
+        return super().eval_step(inputs, labels)
+
+
+def drawing_loss(outputs, labels):
+    draw()
+    return nn.functional.cross_entropy(outputs, labels)
+
+
+def hooked(register):
+    def made():
+        network = nn.Linear(4, 3)
+        getattr(network, register)(lambda *args: draw())
+        return prepared(network)
+
+    return made
+
+
+def replaced():
+    network = nn.Linear(4, 3)
+    forward = network.forward
+    network.forward = lambda x: draw() or forward(x)
+    return prepared(network)
+
+
+def prepared(network, loss=None, metrics=None, kind=hapi.Model):
+    return kind(network).prepare(loss=loss or nn.CrossEntropyLoss(), metrics=metrics or hapi.metrics.Accuracy())
+
+
+def listening(callback):
+    callback.on_eval_batch_end = lambda step, logs=None: draw()
+    return callback
+
+
+class Twice(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), super().forward(x)
+
+
+def on_all_modules():
+    # Of a network that no earlier way has left without one.
+    nn.modules.module.register_module_forward_hook(lambda *args: draw())
+    return prepared(nn.Linear(4, 3))
+
+
+def of_losses():
+    model = hapi.Model(Twice(4, 3), inputs=1, labels=2)
+    return model.prepare(loss=[nn.CrossEntropyLoss(), drawing_loss])
+
+
+def mean_of(outputs, labels):
+    draw()
+    return outputs.mean(1)
+
+
+def images():
+    return prepared(nn.Sequential(nn.Flatten(), nn.Linear(784, 10)))
+
+
+WAYS = {
+    "a layer": lambda: prepared(nn.Sequential(nn.Identity(), Drawing(4, 3))),
+    "a hook before": hooked("register_forward_pre_hook"),
+    "a hook after": hooked("register_forward_hook"),
+    "a hook on all modules": on_all_modules,
+    "a forward of the object": replaced,
+    "a loss": lambda: prepared(nn.Linear(4, 3), loss=drawing_loss),
+    "one of two losses": of_losses,
+    "a metric": lambda: prepared(nn.Linear(4, 3), metrics=DrawingMetric()),
+    "a function as a metric": lambda: prepared(nn.Linear(4, 3), metrics=[mean_of]),
+    "a step": lambda: prepared(nn.Linear(4, 3), kind=DrawingModel),
+    "a callback": lambda: prepared(nn.Linear(4, 3)),
+    "a callback's object": lambda: prepared(nn.Linear(4, 3)),
+    "the data": images,
+}
+DATA = {"one of two losses": (X, Y, Y), "the data": lambda: DrawingData(mode="test", sample=True)}
+CALLBACKS = {"a callback": DrawingCallback(), "a callback's object": listening(hapi.callbacks.History())}
+
+
+@pytest.fixture(autouse=True)
+def no_hooks_are_left():
+    yield
+    nn.modules.module._global_forward_hooks.clear()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_the_users_code_draws_for_a_batch_is_the_same_each_time(way):
+    model, data, found = WAYS[way](), DATA.get(way, (X, Y)), []
+    for seed in (1, 2):
+        drawn.clear()
+        random.seed(seed)
+        numpy.random.seed(seed)
+        model.evaluate(data() if callable(data) else data, batch_size=16, verbose=0, callbacks=CALLBACKS.get(way))
+        found.append(list(drawn))
+    assert found[0] == found[1]
+    # Each batch draws others.
+    assert len(set(found[0])) == len(found[0]) >= 3
+
+
+@pytest.fixture
+def settings(monkeypatch):
+    """Which generators are set from here on, in order."""
+    told = []
+    for name in ("set_torch", "set_streams"):
+        original = getattr(rng, name)
+        monkeypatch.setattr(rng, name, lambda *args, name=name, original=original: told.append(name) or original(*args))
+    return told
+
+
+def flipped():
+    return FashionMNIST(mode="test", sample=True, transform=Compose([RandomHorizontalFlip(), ToTensor()]))
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict"])
+def test_no_generator_is_set_that_nobody_draws_from(call, settings):
+    network = nn.Sequential(nn.Flatten(), nn.Linear(784, 10), nn.Dropout(0.5))
+    model = hapi.Model(network).prepare(
+        loss=nn.CrossEntropyLoss(label_smoothing=0.1), metrics=hapi.metrics.F1(num_classes=10)
+    )
+    run = getattr(model, call)
+    run(FashionMNIST(mode="test", sample=True), batch_size=16)
+    run((torch.zeros(40, 784), torch.zeros(40, dtype=torch.int64)), batch_size=16)
+    assert settings == []
+    run(flipped(), batch_size=100)
+    assert set(settings) == {"set_torch"}
+    # A loss or a metric of the user's takes no part in a prediction.
+    settings.clear()
+    model.prepare(loss=drawing_loss, metrics=DrawingMetric())
+    run(FashionMNIST(mode="test", sample=True), batch_size=16)
+    assert bool(settings) == (call == "evaluate")
+
+
+def test_a_random_transform_gives_the_same_images_each_time():
+    model = hapi.Model(nn.Flatten())
+    first, second = (model.predict(flipped(), batch_size=32, stack_outputs=True, verbose=0) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_torchs_layers_draw_nothing_in_eval_mode_but_those_that_are_known_to():
+    x = torch.rand(4, 8, 8)
+    layers = [
+        *(kind(0.5) for kind in (nn.Dropout, nn.Dropout1d, nn.AlphaDropout, nn.FeatureAlphaDropout)),
+        *(kind(8, 8, num_layers=2, dropout=0.5, batch_first=True) for kind in (nn.RNN, nn.LSTM, nn.GRU)),
+        *(nn.TransformerEncoderLayer(8, 2, dropout=0.5, batch_first=first) for first in (True, False)),
+        *(
+            nn.RReLU(),
+            nn.BatchNorm1d(8),
+            nn.GroupNorm(2, 8),
+            nn.Linear(8, 8),
+            nn.Conv1d(8, 8, 3),
+            nn.AdaptiveMaxPool1d(2),
+        ),
+    ]
+    several = nn.TransformerDecoderLayer(8, 2, dropout=0.5), nn.MultiheadAttention(8, 2, dropout=0.5)
+    before = torch.get_rng_state()
+    for layer in layers:
+        layer.eval()(x)
+    several[0].eval()(x, x)
+    several[1].eval()(x, x, x)
+    assert torch.equal(torch.get_rng_state(), before)
+    for kind in draws._DRAWING:
+        kind(2, output_size=2).eval()(torch.rand(1, 8, 8, 8))
+        assert not torch.equal(torch.get_rng_state(), before)
+        before = torch.get_rng_state()
+
+
+def test_a_layer_that_draws_in_eval_mode_draws_the_same_for_a_batch_each_time():
+    model = hapi.Model(nn.FractionalMaxPool2d(2, output_size=3))
+    first, second = (
+        model.predict(torch.rand(20, 1, 9, 9).fill_(1).cumsum(3), batch_size=4, verbose=0, stack_outputs=True)
+        for _ in range(2)
+    )
+    assert torch.equal(first, second)
