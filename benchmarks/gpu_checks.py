@@ -5,6 +5,7 @@
 amp-bf16   fit against a plain loop with autocast: losses and weights
 amp-fp16   the same with a GradScaler whose first scale overflows: steps skipped, its scale, a schedule by steps
 pinned     profiled: copies to the card come from pinned memory alone, and a step neither copies back nor waits for it
+beside     profiled: copies to the card go by another stream than what it computes, and some while it computes
 kept       data kept on the card against data read from the host: the bits of three epochs, and what a step copies
 nccl       a group of one process: fit, DataParallel, evaluate against no group, an exchange on the card
 resume     an epoch that is cut, resumed in bf16 with dropout and a schedule: the bits of the run that was not cut
@@ -13,6 +14,7 @@ resume     an epoch that is cut, resumed in bf16 with dropout and a schedule: th
 from __future__ import annotations
 
 import copy
+import json
 import os
 import sys
 import tempfile
@@ -134,15 +136,20 @@ def amp_fp16() -> str:
     return amp(torch.float16, configs, torch.amp.GradScaler(DEVICE.type, init_scale=2.0**30, growth_interval=4))
 
 
-def profiled(steps: int, epochs: int = 1) -> Counter[str]:
-    """Copies and waits of a fit, so many steps an epoch: their names in torch's profiler, with how often they came."""
+def traced(steps: int, epochs: int = 1) -> torch.profiler.profile:
+    """A fit of so many steps an epoch under torch's profiler."""
     model = hapi.Model(convolution()).prepare(sgd, nn.CrossEntropyLoss(), hapi.metrics.Accuracy())
     model.fit(images(64), batch_size=32, verbose=0)
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds) as profile:
         # Its lines, of which there are a few an epoch, read values: none within the steps that are counted.
         model.fit(images(32 * steps), epochs=epochs, batch_size=32, log_freq=10**6, verbose=0)
-    names = (event.name for event in profile.events())
+    return profile
+
+
+def profiled(steps: int, epochs: int = 1) -> Counter[str]:
+    """Copies and waits of a fit: their names in torch's profiler, with how often they came."""
+    names = (event.name for event in traced(steps, epochs).events())
     return Counter(name for name in names if name.startswith("Memcpy") or "Synchronize" in name)
 
 
@@ -156,6 +163,21 @@ def pinned() -> str:
     seen = ", ".join(f"{count:.2f} {name}" for name, count in more.items())
     # Less than one of each tensor: several small batches are read at once.
     return expect(pinned_copies > 0 and not others, f"a step more brings {seen or 'nothing'}")
+
+
+def beside() -> str:
+    """See the module's text."""
+    os.environ["HAPI_KEEP_DATA"] = "0"
+    with tempfile.TemporaryDirectory() as folder:
+        traced(80).export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    copies = [event for event in events if event.get("cat") == "gpu_memcpy" and "HtoD" in event["name"]]
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    streams = [{event["args"]["stream"] for event in kind} for kind in (copies, kernels)]
+    spans = [(kernel["ts"], kernel["ts"] + kernel["dur"]) for kernel in kernels]
+    meanwhile = sum(any(a < copy["ts"] + copy["dur"] and copy["ts"] < b for a, b in spans) for copy in copies)
+    seen = f"copies on streams {streams[0]}, kernels on {streams[1]}; {meanwhile} of {len(copies)} copies meanwhile"
+    return expect(bool(copies) and not streams[0] & streams[1], seen)
 
 
 def kept() -> str:
@@ -275,11 +297,12 @@ CHECKS: dict[str, Callable[[], str]] = {
     "amp-bf16": amp_bf16,
     "amp-fp16": amp_fp16,
     "pinned": pinned,
+    "beside": beside,
     "kept": kept,
     "nccl": nccl,
     "resume": resume,
 }
-ONLY_ON_CARDS = ("pinned", "kept")
+ONLY_ON_CARDS = ("pinned", "beside", "kept")
 
 if __name__ == "__main__":
     # Before the first product on a card: what makes those products repeatable.

@@ -1,5 +1,8 @@
 """Small data is kept on the device from its second pass on. The "device" is the CPU here: what is read is the same."""
 
+from contextlib import contextmanager
+
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -7,7 +10,7 @@ from torch.utils.data import Subset
 from torchvision.transforms import Compose, RandomCrop, ToTensor
 
 import hapi
-from hapi.data import in_memory, resident
+from hapi.data import in_memory, resident, side_stream
 from hapi.data.order import GlobalOrder
 from hapi.data.sources import as_batch_source
 from hapi.datasets import FashionMNIST
@@ -143,3 +146,53 @@ def test_a_fit_has_the_same_bits_and_says_what_is_kept(monkeypatch, capfd):
     assert len(made) == 2 and all(feed._rows is not feed._source for feed in made)
     assert kept_history == history
     assert same(kept_weights, weights)
+
+
+class FakeCuda:
+    """The streams of a card: what is done is told in order, with the stream that it is done on."""
+
+    def __init__(self, monkeypatch):
+        self.told, self.current = [], "computing"
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream("side", self))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream("computing", self))
+        monkeypatch.setattr(torch.cuda, "stream", self.on)
+        to, record = torch.Tensor.to, lambda tensor, stream: self.told.append((tensor.shape, "used by", stream.name))
+        monkeypatch.setattr(torch.Tensor, "record_stream", record)
+        monkeypatch.setattr(
+            torch.Tensor, "to", lambda *args, **kw: self.told.append((args[0].shape, self.current)) or to(*args, **kw)
+        )
+
+    @contextmanager
+    def on(self, stream):
+        self.current, before = stream.name, self.current
+        yield
+        self.current = before
+
+
+class FakeStream:
+    def __init__(self, name, cuda):
+        self.name, self.cuda = name, cuda
+
+    def wait_stream(self, other):
+        self.cuda.told.append((self.name, "waits for", other.name))
+
+
+def test_copies_go_by_a_stream_of_their_own(monkeypatch):
+    # No card is needed to see in which order it would be told; benchmarks/gpu_checks.py looks at one.
+    card = torch.device("meta")
+    there = torch.zeros(3, device=card)
+    side = side_stream.SideStream(card)
+    cuda = FakeCuda(monkeypatch)
+    batch = {"x": torch.zeros(1), "there": there, "y": (numpy.zeros(2, dtype="float32"), "text")}
+    moved = side.move(batch, torch.float32)
+    assert moved["x"].device == moved["y"][0].device == card
+    assert moved["y"][1] == "text" and moved["there"] is there
+    x, y, z = torch.Size([1]), torch.Size([2]), torch.Size([3])
+    assert cuda.told == [
+        *((x, "side"), (z, "computing"), (y, "side")),
+        ("computing", "waits for", "side"),
+        *((x, "used by", "computing"), (y, "used by", "computing")),
+    ]
+    cuda.told.clear()
+    side.move((there,), torch.float32)
+    assert cuda.told == [(z, "computing")]

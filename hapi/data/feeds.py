@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -20,6 +20,9 @@ from hapi.data.epochs import set_epoch
 from hapi.data.order import GlobalOrder
 from hapi.data.workers import Keyed, KeyedDataset, RefillableSampler, WorkerInit
 from hapi.distributed import group
+
+if TYPE_CHECKING:
+    from hapi.data.side_stream import SideStream
 
 
 class Piece(NamedTuple):
@@ -91,6 +94,12 @@ class Feed(ABC):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._reading: Iterator[Any] | None = None
+        self._copies: SideStream | None = None
+        if device.type == "cuda":
+            # Only for a process that computes on a card.
+            from hapi.data.side_stream import SideStream
+
+            self._copies = SideStream(device)
 
     @property
     def batch_size(self) -> int | None:
@@ -137,6 +146,11 @@ class Feed(ABC):
 
     def place(self, batch: Any) -> Any:
         """The batch on the device, ready for the network."""
+        return self._moved(batch)
+
+    def _moved(self, batch: Any) -> Any:
+        if self._copies is not None:
+            return self._copies.move(batch, self.floats)
         return batches.move(batch, self._device, self.floats)
 
 

@@ -134,7 +134,7 @@ class SourceFeed(Feed):
         return batch if self._placed else self._finish(batch)
 
     def _finish_moved(self, rows: Any) -> Any:
-        return self._source.finish_batch(batches.move(rows, self._device, self.floats))
+        return self._source.finish_batch(self._moved(rows))
 
 
 def _how_many(tensors: Iterable[torch.Tensor]) -> int:

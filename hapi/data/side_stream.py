@@ -1,0 +1,47 @@
+"""Copies of batches to a card, beside what it computes. Imported where the network computes on one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hapi.batch import map_tensors
+
+
+class SideStream:
+    """Copies batches on a CUDA stream of its own: the next one goes to the card while the card computes a step.
+
+    The host is ahead of the card, which works off what it was told in turn. On the stream that computes, a copy would
+    wait for the steps before it.
+
+    Args:
+        device: The card.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    def move(self, batch: Any, floats: torch.dtype | None) -> Any:
+        """As `hapi.batch.move`; what the card is told from now on comes after the copies."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        computing = torch.cuda.current_stream(self._device)
+        copied: list[torch.Tensor] = []
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            # What lies on a card may be computed there still, in the order of the stream that computes.
+            if tensor.device.type != "cpu":
+                return tensor.to(self._device)
+            with torch.cuda.stream(self._stream):
+                copied.append(tensor.to(self._device, non_blocking=tensor.is_pinned()))
+            return copied[-1]
+
+        moved = map_tensors(copy, batch, floats)
+        if copied:
+            computing.wait_stream(self._stream)
+        for tensor in copied:
+            # Their memory is the side stream's, which would use it anew as soon as Python has let go of them.
+            tensor.record_stream(computing)
+        return moved
