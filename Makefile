@@ -5,9 +5,10 @@
 #                       HAPI_DATA_HOME; 15 minutes). HAPI_LAUNCHERS_OPTIONAL=1: what cannot be installed is left out
 # make lint     ruff and mypy
 # make docs     the documentation, into build/docs; a warning is an error
-# make bench    fit, evaluate, predict, several processes and the start, against code by hand (HAPI_DATA_HOME; half an hour)
+# make bench    all that benchmarks/RESULTS.md shows (HAPI_DATA_HOME; over an hour): bench-hand, then bench-peers
+# make bench-hand   fit, evaluate, predict, several processes, the start, growth and saving, against code by hand
 # make bench-peers  the same training in Lightning, Accelerate, Keras, Ignite, Poutyne and skorch, which are installed into
-#               .peers on the same torch (an hour);  make bench-peers ARGS="--laps 3 --ways fit lightning"  some of it
+#               .peers on the same torch;  make bench-peers ARGS="--laps 3 --ways fit lightning"  some of it
 # make clean    removes what these commands have made, .venv included
 #
 # By default everything is installed into a virtual environment of its own: .venv (VENV=folder: another place), made
@@ -20,7 +21,7 @@ ARGS ?=
 python := $(or $(PYTHON),$(VENV)/bin/python)
 pip := $(python) -m pip --disable-pip-version-check install
 
-.PHONY: help demo test test-slow test-launchers lint docs bench bench-peers clean install
+.PHONY: help demo test test-slow test-launchers lint docs bench bench-hand bench-peers clean install
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -52,10 +53,16 @@ docs: install
 	$(python) tools/make_errors_page.py
 	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict --quiet
 
-bench: install
+bench: bench-hand bench-peers
+
+bench-hand: install
 	$(python) benchmarks/bench_fit.py
 	$(python) benchmarks/bench_ddp.py
+	$(python) benchmarks/bench_ddp.py fit hand --ranks 4
+	$(python) benchmarks/bench_ddp.py fit hand --ranks 8
 	$(python) benchmarks/bench_startup.py
+	$(python) benchmarks/bench_growth.py
+	$(python) benchmarks/bench_saving.py
 
 bench-peers: install
 	$(python) benchmarks/peers.py --install
