@@ -115,6 +115,11 @@ def own_backward(parameters: Iterable[nn.Parameter]) -> None:
         raise ValueError(_BACKWARD)
 
 
+def defined_in(function: Any) -> str:
+    """The module in whose text a function stands, whatever `functools.wraps` has put on it; "" of what is none."""
+    return str(getattr(getattr(function, "__func__", function), "__globals__", {}).get("__name__", ""))
+
+
 def loss_and_outputs(returned: Any) -> tuple[Any, Any]:
     """What a `train_step` or `eval_step` returned, as a loss, of any form, and outputs.
 

@@ -326,10 +326,12 @@ def _keyed(run: Run, feed: Feed, kind: str) -> Callable[[Piece], None] | None:
     # Only for a process that evaluates.
     from hapi import draws
 
+    stream, device = rng.mix(run.seed, rng.EVALUATE), run.stepper.device
+    # For what hooks draw at the end, whether or not anybody draws before.
+    rng.set_streams(stream, device)
     setter = draws.setter(kind, feed, run.stepper, run.metrics, run.callbacks)
     if setter is None:
         return None
-    stream, device = rng.mix(run.seed, rng.EVALUATE), run.stepper.device
 
     def set_streams(piece: Piece) -> None:
         # Keyed by the batch's number among all ranks' batches, which for data with an order does not depend on how

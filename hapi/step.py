@@ -31,7 +31,7 @@ StepFunction = Callable[[Any, Any], tuple[Any, Any]]
 
 def is_overridden(step: StepFunction) -> bool:
     """Whether a step is the user's own, in place of `Model`'s."""
-    return getattr(step, "__module__", None) != "hapi.model"
+    return checks.defined_in(step) != "hapi.model"
 
 
 class _Form(NamedTuple):

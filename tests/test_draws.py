@@ -1,5 +1,6 @@
 """Who draws by chance in an evaluation draws the same for a batch each time; where nobody does, nothing is set."""
 
+import functools
 import random
 
 import numpy
@@ -102,6 +103,48 @@ def mean_of(outputs, labels):
     return outputs.mean(1)
 
 
+def activation(x):
+    draw()
+    return x
+
+
+@functools.wraps(nn.functional.relu)
+def wrapped(x):
+    return activation(x)
+
+
+def held(function):
+    layer = nn.TransformerEncoderLayer(4, 2, 8, activation=function, batch_first=True)
+    return lambda: prepared(nn.Sequential(nn.Unflatten(1, (1, 4)), layer, nn.Flatten(), nn.Linear(4, 3)))
+
+
+def of_distances():
+    def distance(one, other):
+        draw()
+        return (one - other).norm(dim=1)
+
+    model = hapi.Model(nn.Linear(4, 4), inputs=1, labels=2)
+    return model.prepare(loss=nn.TripletMarginWithDistanceLoss(distance_function=distance))
+
+
+class WrappedModel(hapi.Model):
+    @functools.wraps(hapi.Model.eval_step)
+    def eval_step(self, inputs, labels):
+        draw()
+        return super().eval_step(inputs, labels)
+
+
+def exchanged_update():
+    metric = hapi.metrics.Accuracy()
+    metric.update = functools.partial(spied_update, hapi.metrics.Accuracy())
+    return prepared(nn.Linear(4, 3), metrics=metric)
+
+
+def spied_update(metric, outputs, labels):
+    draw()
+    metric.update(outputs, labels)
+
+
 def images():
     return prepared(nn.Sequential(nn.Flatten(), nn.Linear(784, 10)))
 
@@ -117,11 +160,20 @@ WAYS = {
     "a metric": lambda: prepared(nn.Linear(4, 3), metrics=DrawingMetric()),
     "a function as a metric": lambda: prepared(nn.Linear(4, 3), metrics=[mean_of]),
     "a step": lambda: prepared(nn.Linear(4, 3), kind=DrawingModel),
+    "a function in a layer": held(activation),
+    "a function in a layer, said to be torch's": held(wrapped),
+    "a function in a loss": of_distances,
+    "a step that is said to be Model's": lambda: prepared(nn.Linear(4, 3), kind=WrappedModel),
+    "a metric's object": exchanged_update,
     "a callback": lambda: prepared(nn.Linear(4, 3)),
     "a callback's object": lambda: prepared(nn.Linear(4, 3)),
     "the data": images,
 }
-DATA = {"one of two losses": (X, Y, Y), "the data": lambda: DrawingData(mode="test", sample=True)}
+DATA = {
+    "one of two losses": (X, Y, Y),
+    "a function in a loss": (X, X, X + 1),
+    "the data": lambda: DrawingData(mode="test", sample=True),
+}
 CALLBACKS = {"a callback": DrawingCallback(), "a callback's object": listening(hapi.callbacks.History())}
 
 
@@ -152,6 +204,8 @@ def settings(monkeypatch):
     for name in ("set_torch", "set_streams"):
         original = getattr(rng, name)
         monkeypatch.setattr(rng, name, lambda *args, name=name, original=original: told.append(name) or original(*args))
+    # It sets torch's too.
+    monkeypatch.setattr(rng, "set_streams", lambda *args: told.append("set_streams"))
     return told
 
 
@@ -168,14 +222,52 @@ def test_no_generator_is_set_that_nobody_draws_from(call, settings):
     run = getattr(model, call)
     run(FashionMNIST(mode="test", sample=True), batch_size=16)
     run((torch.zeros(40, 784), torch.zeros(40, dtype=torch.int64)), batch_size=16)
-    assert settings == []
-    run(flipped(), batch_size=100)
-    assert set(settings) == {"set_torch"}
+    # At the beginning of each pass.
+    assert settings == ["set_streams"] * 2
+    settings.clear()
+    flips = flipped()
+    run(flips, batch_size=100)
+    assert settings == ["set_streams"] + ["set_torch"] * -(-len(flips) // 100)
     # A loss or a metric of the user's takes no part in a prediction.
     settings.clear()
     model.prepare(loss=drawing_loss, metrics=DrawingMetric())
-    run(FashionMNIST(mode="test", sample=True), batch_size=16)
-    assert bool(settings) == (call == "evaluate")
+    run(flips, batch_size=100)
+    assert (len(set(settings)) == 1) == (call == "evaluate")
+
+
+@pytest.mark.parametrize("function", [nn.functional.gelu, torch.relu, nn.ReLU()])
+def test_torchs_own_functions_in_a_layer_draw_nothing(function, settings):
+    held(function)().predict(X, batch_size=16, verbose=0)
+    assert settings == ["set_streams"]
+
+
+def test_a_layer_of_torchs_whose_class_was_changed_may_draw(monkeypatch):
+    forward = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: draw() or forward(self, x))
+    test_what_the_users_code_draws_for_a_batch_is_the_same_each_time("a callback")
+
+
+@pytest.mark.parametrize("network", [nn.Linear(4, 3), Drawing(4, 3)])
+def test_what_a_hook_draws_at_the_end_is_the_same_each_time(network):
+    class AtEnd(hapi.callbacks.Callback):
+        def on_eval_end(self, logs=None):
+            drawn.clear()
+            draw()
+
+    found = []
+    for seed in (1, 2):
+        random.seed(seed)
+        numpy.random.seed(seed)
+        prepared(network).evaluate((X, Y), batch_size=16, verbose=0, callbacks=[AtEnd()])
+        found += drawn
+    assert found[0] == found[1]
+
+
+def test_a_function_in_c_as_a_hook():
+    callback, called = hapi.callbacks.Callback(), {}
+    callback.on_eval_batch_end = called.setdefault
+    prepared(nn.Linear(4, 3)).evaluate((X, Y), batch_size=25, verbose=0, callbacks=[callback])
+    assert list(called) == [0, 1]
 
 
 def test_a_random_transform_gives_the_same_images_each_time():

@@ -7,6 +7,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 import hapi
 from hapi.data import sameness
@@ -82,15 +83,17 @@ class CountedImages(FashionMNIST):
         return super().finish_batch(batch)
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_rows_that_need_no_copy_are_read_for_many_batches_and_transformed_for_few(shuffle):
+@pytest.mark.parametrize(("shuffle", "ranks"), [(True, 1), (False, 1), (False, 2)])
+def test_rows_that_need_no_copy_are_read_for_many_batches_and_transformed_for_few(shuffle, ranks):
     data = CountedImages(mode="test", sample=True)
     data.data, data.targets = data.data.repeat(40, 1, 1, 1)[:9600], data.targets.repeat(40)[:9600]
-    given = list(SourceFeed(data, order_of(9600, 160, shuffle=shuffle), CPU).pieces(0))
+    order = order_of(9600, 160, ranks, 0, shuffle, even=False)
+    given = list(SourceFeed(data, order, CPU).pieces(0))
     # 160 images are more numbers than half of what is handled at once.
-    assert data.finishes == len(given) == 60
-    assert data.fetches == (60 if shuffle else 1 + 2)
-    rows = [torch.tensor(share.listed()) for share in order_of(9600, 160, shuffle=shuffle).shares(0)]
+    assert data.finishes == len(given) == 60 // ranks
+    # Two ranks take turns: what each reads does not lie side by side.
+    assert data.fetches == (1 + 2 if not shuffle and ranks == 1 else 60 // ranks)
+    rows = [torch.tensor(share.listed()) for share in order.shares(0)]
     for own, piece in zip(rows, given, strict=True):
         assert torch.equal(piece.batch[0], data.data[own] / 255)
         assert torch.equal(piece.batch[1], data.targets[own])
@@ -125,6 +128,64 @@ def test_a_batch_through_which_a_gradient_has_flown_is_apart_from_the_next_one(f
         optimizer.step()
     for ours, theirs in zip(network.parameters(), by_hand.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(16, 3))
+
+    def forward(self, x):
+        return torch.sparse.mm(x, self.weight)
+
+
+@pytest.mark.parametrize("batch_size", [5, 16])
+def test_sparse_columns_are_read_a_batch_at_a_time(batch_size):
+    torch.manual_seed(0)
+    dense, y = torch.rand(50, 16).mul(2).sub(1).relu(), torch.randint(3, (50,))
+    histories = []
+    for x, network in ((dense.to_sparse(), Sparse()), (dense, Sparse())):
+        if x is dense:
+            network.forward = lambda rows, network=network: rows @ network.weight
+        model = hapi.Model(network).prepare(torch.optim.SGD(network.parameters(), lr=0.1), nn.CrossEntropyLoss())
+        data = TensorDataset(x, y)
+        histories.append(model.fit(data, Subset(data, range(40)), epochs=2, batch_size=batch_size, seed=0, verbose=0))
+    for name, values in histories[0].history.items():
+        assert values == pytest.approx(histories[1].history[name], rel=1e-6)
+
+
+class Nested(Dataset):
+    """A data set of the user's own that gives whole batches: a pair of columns, and nothing as label."""
+
+    batched, is_random = True, False
+
+    def __init__(self, form):
+        self.form, self.rows = form, torch.arange(400.0).reshape(100, 4)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.fetch_batch([index])
+
+    def fetch_batch(self, indices):
+        rows = self.rows[torch.as_tensor(list(indices))]
+        return self.form(rows, rows + 1), None
+
+    def finish_batch(self, batch):
+        return batch
+
+
+@pytest.mark.parametrize("form", [lambda a, b: {"a": a, "b": b}, lambda a, b: (a, b)])
+def test_batches_that_are_read_together_have_the_form_of_one(form):
+    class Summing(nn.Module):
+        def forward(self, pair):
+            a, b = pair.values() if isinstance(pair, dict) else pair
+            return a + b
+
+    data = Nested(form)
+    given = hapi.Model(Summing(), inputs=1, labels=1).predict(data, batch_size=16, stack_outputs=True, verbose=0)
+    assert torch.equal(given, data.rows * 2 + 1)
 
 
 class Watched(Columns):

@@ -130,6 +130,10 @@ class Callback:
         """More values for the logs of a training step, which all `on_train_batch_end` hooks get: unread tensors."""
         return {}
 
+    def _needs(self, hook: str) -> bool:
+        """Whether a batch hook that it has would do something in this call; asked once, before the call."""
+        return True
+
     def _looks_at(self, step: int) -> bool:
         """Whether this one, of every ``batch_freq``-th steps, is looked at; once it is, until the hook is called."""
         return True
@@ -207,7 +211,8 @@ class CallbackList:
         self.savers = [callback for callback in self.callbacks if isinstance(callback, Saver)]
         # Most callbacks leave most batch hooks alone: those cost nothing in a step.
         self._batch_hooks = {
-            hook: [callback for callback in self.callbacks if hooks.overrides(callback, hook)] for hook in _BATCH_HOOKS
+            hook: [cb for cb in self.callbacks if hooks.overrides(cb, hook) and cb._needs(hook)]
+            for hook in _BATCH_HOOKS
         }
         self._adding = [callback for callback in self.callbacks if hooks.overrides(callback, "batch_values")]
 
@@ -273,7 +278,8 @@ class CallbackList:
             (cb, getattr(cb, hook)) for hook in _BATCH_HOOKS if f"_{kind}_" in hook for cb in self._batch_hooks[hook]
         ]
         # What stands in an object itself may be the user's as well.
-        return any([not code.__module__.startswith("hapi.") for cb, hook in hooks_of for code in (type(cb), hook)])
+        written = [getattr(code, "__module__", None) or "" for both in hooks_of for code in both]
+        return not all([name.startswith("hapi.") for name in written])
 
     def saves_at(self, steps_trained: int) -> bool:
         """Whether any callback saves after so many steps."""

@@ -67,13 +67,8 @@ class ProgBarLogger(Callback):
         self._shows = bool(self.verbose) and get_rank() == 0
         # Where nothing is shown, no step need gather values.
         self.batch_freq = self.log_freq if self._shows else sys.maxsize
-        # Only for an evaluate or predict whose number of steps shows at its end: a hook costs time in each.
-        counts = self._shows and "epochs" not in params and params.get("samples") is None
-        for hook in ("on_eval_batch_begin", "on_predict_batch_begin"):
-            if counts:
-                setattr(self, hook, self._count)
-            else:
-                vars(self).pop(hook, None)
+        # An evaluate or predict whose number of steps shows only at its end.
+        self._counts = self._shows and "epochs" not in params and params.get("samples") is None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Evaluations until `on_train_end` belong to epochs."""
@@ -110,6 +105,13 @@ class ProgBarLogger(Callback):
         self._end_training()
         extent = _Extent((logs or {}).get("steps"), self.params.get("eval_global_batch"))
         self._begin_pass(f"{self._title} evaluate", extent, _EVALUATION_LINES)
+
+    def on_eval_batch_begin(self, step: int, logs: Logs | None = None) -> None:
+        """Count it: the hook of its end is called for some steps alone."""
+        if self._pass is not None:
+            self._pass.last = step, time.monotonic()
+
+    on_predict_batch_begin = on_eval_batch_begin
 
     def on_eval_batch_end(self, step: int, logs: Logs | None = None) -> None:
         """Show the running values."""
@@ -179,15 +181,14 @@ class ProgBarLogger(Callback):
         else:
             self._pass = _Lines(title, extent, _line_step(extent.steps, self.log_freq, lines), _LINE_SECONDS)
 
+    def _needs(self, hook: str) -> bool:
+        return self._counts or getattr(getattr(self, hook), "__func__", None) is not ProgBarLogger.on_eval_batch_begin
+
     def _looks_at(self, step: int) -> bool:
         if self._pass is None:
             return False
         self._pass.reach(step + 1)
         return self._pass.is_due()
-
-    def _count(self, step: int, logs: Logs | None = None) -> None:
-        if self._pass is not None:
-            self._pass.last = step, time.monotonic()
 
     def _show(self, step: int, logs: Logs | None) -> None:
         if self._pass is not None:
@@ -292,8 +293,7 @@ class _Lines(_Pass):
             self._every *= _RARER
         of = f"/{steps}" if steps is not None else ""
         told = [f"{self.title} step {self.done}{of}", *_parts(logs)]
-        speed = self.speed()
-        if speed is not None:
+        if (speed := self.speed()) is not None:
             told.append(speed)
             if steps is not None:
                 left = (steps - self.done) / (self.done - self.extent.before) * (now - self.began)

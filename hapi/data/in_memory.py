@@ -85,10 +85,13 @@ class SourceFeed(Feed):
 
     def _measure(self, rows: Any, placed: Any) -> None:
         """See from a first batch how many are best handled at once."""
-        of_data = {column.untyped_storage().data_ptr() for column in batches.leaves(columns_of(self._source))}
-        new = [tensor for tensor in batches.leaves(rows) if tensor.untyped_storage().data_ptr() not in of_data]
         self._finished_together = _how_many(batches.leaves(placed))
-        self._read_together = max(self._finished_together, _how_many(new))
+        copied = batches.leaves(rows)
+        if self._order.follows_on:
+            # Of the data's own memory one slice holds many batches as well as one.
+            of_data = set(map(_memory_of, batches.leaves(columns_of(self._source))))
+            copied = (tensor for tensor in copied if _memory_of(tensor) not in of_data)
+        self._read_together = max(self._finished_together, _how_many(copied))
 
     def _several(self, bundle: list[tuple[int, Share]]) -> Iterator[Piece]:
         """The pieces of several batches, for all of which rows are read at once."""
@@ -140,10 +143,15 @@ class SourceFeed(Feed):
 def _how_many(tensors: Iterable[torch.Tensor]) -> int:
     """How many batches, of which one has these tensors, are best handled at once."""
     held = list(tensors)
-    if any([tensor.numel() * tensor.element_size() % _ALIGNED for tensor in held]):
+    if any([tensor.layout is not torch.strided or tensor.nbytes % _ALIGNED for tensor in held]):
         return 1
     numbers = sum([tensor.numel() for tensor in held])
     return max(1, min(_MOST_TOGETHER, _TOGETHER // max(1, numbers)))
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    """What tells where a tensor lies; a sparse one lies in several places, none of them another's."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
 def _sizes(group: list[tuple[int, Share]]) -> list[int]:
@@ -161,7 +169,7 @@ def _cut(rows: Any, sizes: list[int]) -> Iterable[Any]:
     columns = [torch.unsafe_split_with_sizes(column, sizes) for column in batches.leaves(rows)]
     if isinstance(rows, torch.Tensor):
         return columns[0]
-    if type(rows) is tuple and len(rows) == len(columns):
+    if type(rows) is tuple and all([isinstance(part, torch.Tensor) for part in rows]):
         return zip(*columns, strict=True)
     return [_refilled(rows, iter(parts)) for parts in zip(*columns, strict=True)]
 

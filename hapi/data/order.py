@@ -111,6 +111,11 @@ class GlobalOrder:
         self.steps = length // global_batch if drop_last else -(-length // global_batch)
         self.samples = self.steps * global_batch if drop_last else length
 
+    @property
+    def follows_on(self) -> bool:
+        """Whether each share of this rank begins in the data set where the one before it ended."""
+        return self._world_size == 1 and not self._shuffle
+
     def shares(self, epoch: int, start: int = 0, taken: int | None = None) -> Iterator[Share]:
         """This rank's part of each step of an epoch.
 

@@ -31,9 +31,11 @@ class SideStream:
         copied: list[torch.Tensor] = []
 
         def copy(tensor: torch.Tensor) -> torch.Tensor:
-            # What lies on a card may be computed there still, in the order of the stream that computes.
-            if tensor.device.type != "cpu":
-                return tensor.to(self._device)
+            # What lies on a card may be computed there still, in the order of the stream that computes. Of the rare
+            # kinds torch cannot be told who uses their memory.
+            is_usual = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+            if tensor.device.type != "cpu" or not is_usual:
+                return tensor.to(self._device, non_blocking=is_usual and tensor.is_pinned())
             with torch.cuda.stream(self._stream):
                 copied.append(tensor.to(self._device, non_blocking=tensor.is_pinned()))
             return copied[-1]

@@ -396,10 +396,14 @@ def test_learning_rates_are_written_short():
 @pytest.mark.parametrize("call", ["evaluate", "predict"])
 def test_it_is_called_before_a_step_only_where_the_number_of_steps_shows_at_the_end(call, monkeypatch, capsys):
     counted = []
-    count = ProgBarLogger._count
-    monkeypatch.setattr(
-        ProgBarLogger, "_count", lambda self, step, logs=None: counted.append(step) or count(self, step)
-    )
+    count = ProgBarLogger.on_eval_batch_begin
+
+    def counting(self, step, logs=None):
+        counted.append(step)
+        count(self, step)
+
+    for hook in ("on_eval_batch_begin", "on_predict_batch_begin"):
+        monkeypatch.setattr(ProgBarLogger, hook, counting)
     model = hapi.Model(torch.nn.Linear(4, 3)).prepare(loss=torch.nn.CrossEntropyLoss())
     logger = ProgBarLogger()
     x, y = torch.rand(40, 4), torch.zeros(40, dtype=torch.int64)
@@ -411,6 +415,25 @@ def test_it_is_called_before_a_step_only_where_the_number_of_steps_shows_at_the_
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     assert all("samples/s" in line or "ms/step" in line for line in lines)
+
+
+@pytest.mark.parametrize("own", ["class", "object"])
+def test_hooks_of_the_users_own_in_it_are_called(own, capsys):
+    called = []
+
+    class Bar(ProgBarLogger):
+        def on_eval_batch_begin(self, step, logs=None):
+            called.append(step)
+
+    bar = Bar() if own == "class" else ProgBarLogger()
+    if own == "object":
+        bar.on_eval_batch_begin = lambda step, logs=None: called.append(step)
+    x, y = torch.rand(40, 4), torch.zeros(40, dtype=torch.int64)
+    model = hapi.Model(torch.nn.Linear(4, 3)).prepare(loss=torch.nn.CrossEntropyLoss())
+    for data in (Unsized(x, y), (x, y)):
+        called.clear()
+        model.evaluate(data, callbacks=[bar])
+        assert called == [0, 1]
 
 
 class Unsized(torch.utils.data.IterableDataset):
