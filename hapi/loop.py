@@ -259,10 +259,12 @@ def evaluate(run: Run, feed: Feed, num_iters: int | None = None, check_in: _Chec
     callbacks.call("on_eval_begin", logs={"steps": feed.steps})
     with modes.evaluating(stepper.exchange.replica):
         set_streams = _keyed(run, feed, "eval")
+        begins = callbacks.batch_hooks["on_eval_batch_begin"]
         # Not by enumerate, which holds on to a piece until the next one is read.
         for piece in islice(feed.pieces(0), num_iters):
             step += 1
-            callbacks.call("on_eval_batch_begin", step)
+            if begins:
+                callbacks.call("on_eval_batch_begin", step)
             if piece.batch is not None:
                 if set_streams is not None:
                     set_streams(piece)
@@ -302,9 +304,11 @@ def predict(run: Run, feed: Feed, stack_outputs: bool) -> Any:
     callbacks.call("on_predict_begin", logs={"steps": feed.steps})
     with modes.evaluating(stepper.network):
         set_streams = _keyed(run, feed, "predict")
+        begins = callbacks.batch_hooks["on_predict_batch_begin"]
         for piece in feed.pieces(0):
             step += 1
-            callbacks.call("on_predict_batch_begin", step)
+            if begins:
+                callbacks.call("on_predict_batch_begin", step)
             if piece.batch is not None:
                 if set_streams is not None:
                     set_streams(piece)

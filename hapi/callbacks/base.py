@@ -210,7 +210,7 @@ class CallbackList:
             callback.set_model(model)
         self.savers = [callback for callback in self.callbacks if isinstance(callback, Saver)]
         # Most callbacks leave most batch hooks alone: those cost nothing in a step.
-        self._batch_hooks = {
+        self.batch_hooks = {
             hook: [cb for cb in self.callbacks if hooks.overrides(cb, hook) and cb._needs(hook)]
             for hook in _BATCH_HOOKS
         }
@@ -225,11 +225,11 @@ class CallbackList:
                 ``on_exception`` raises becomes a warning.
             logs: The values.
         """
-        if hook in self._batch_hooks:
+        if hook in self.batch_hooks:
             if hook == "on_train_batch_end":
                 for callback in self._adding:
                     logs = {**(logs or {}), **callback.batch_values(*args)}
-            for callback in self._batch_hooks[hook]:
+            for callback in self.batch_hooks[hook]:
                 if hook.endswith("begin") or _is_due(callback, args[0]):
                     getattr(callback, hook)(*args, dict(logs or {}))
             return
@@ -268,14 +268,14 @@ class CallbackList:
         """
         # Plainly, here and below: these run in each step.
         due = False
-        for callback in self._batch_hooks[_BATCH_END[kind]]:
+        for callback in self.batch_hooks[_BATCH_END[kind]]:
             due |= (step + 1) % callback.batch_freq == 0 and callback._looks_at(step)
         return due
 
     def has_others_in_steps(self, kind: str) -> bool:
         """Whether a batch hook of such steps, as for `wants_batch_logs`, is the user's own code."""
         hooks_of = [
-            (cb, getattr(cb, hook)) for hook in _BATCH_HOOKS if f"_{kind}_" in hook for cb in self._batch_hooks[hook]
+            (cb, getattr(cb, hook)) for hook in _BATCH_HOOKS if f"_{kind}_" in hook for cb in self.batch_hooks[hook]
         ]
         # What stands in an object itself may be the user's as well.
         written = [getattr(code, "__module__", None) or "" for both in hooks_of for code in both]
