@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 from hapi import modes, rng
 from hapi.agreement import Agreement
 from hapi.batch import Inputs
@@ -156,12 +158,13 @@ def _train_epoch(
     rank, step = group.get_rank(), start.step
     stream = rng.mix(run.seed, rng.STEP, epoch)
     steps_left = 0 if cursor.stopped else plan.left()
+    set_streams = _setter(run, feed, "train") or rng.set_torch
     for window in _windows(islice(feed.pieces(epoch, start), steps_left), plan.accumulate):
         cursor.begin_window()
         window_total = sum([piece.total for piece in window])
         for number, piece in enumerate(window, 1):
             # Before the hook, so that what a callback draws has its place in the run too.
-            rng.set_streams(rng.mix(step, rank, after=stream), stepper.device)
+            set_streams(rng.mix(step, rank, after=stream), stepper.device)
             callbacks.call("on_train_batch_begin", step)
             last = number == len(window)
             inputs, labels = (None, None) if piece.batch is None else run.split(feed.place(piece.batch))
@@ -325,15 +328,20 @@ def predict(run: Run, feed: Feed, stack_outputs: bool) -> Any:
     return gathered
 
 
-def _keyed(run: Run, feed: Feed, kind: str) -> Callable[[Piece], None] | None:
-    """What sets the random streams before each batch of an evaluation; None where nobody draws."""
-    # Only for a process that evaluates.
+def _setter(run: Run, feed: Feed, kind: str) -> Callable[[int, torch.device], None] | None:
+    """What sets the random streams before each step of a pass; see `draws.setter`."""
+    # Only for a process that makes one.
     from hapi import draws
 
+    return draws.setter(kind, feed, run.stepper, run.metrics, run.callbacks)
+
+
+def _keyed(run: Run, feed: Feed, kind: str) -> Callable[[Piece], None] | None:
+    """What sets the random streams before each batch of an evaluation; None where nobody draws."""
     stream, device = rng.mix(run.seed, rng.EVALUATE), run.stepper.device
     # For what hooks draw at the end, whether or not anybody draws before.
     rng.set_streams(stream, device)
-    setter = draws.setter(kind, feed, run.stepper, run.metrics, run.callbacks)
+    setter = _setter(run, feed, kind)
     if setter is None:
         return None
 

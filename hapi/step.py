@@ -92,8 +92,7 @@ class Stepper:
         self.network = network
         self.prepared = prepared
         self.device = device
-        self._train_step = train_step
-        self.eval_step = eval_step
+        self.computes = {"train": train_step, "eval": eval_step}
         self._overrides_step = is_overridden(train_step)
         self._world_size = group.get_world_size()
         self._has_graph = False
@@ -296,7 +295,7 @@ class Stepper:
         return Outcome(None, size, outputs) if loss is None else _outcome(loss, size, outputs)
 
     def _evaluated(self, inputs: Inputs, labels: Any, size: int) -> tuple[Loss | None, Any]:
-        value, outputs = checks.loss_and_outputs(self._explained(self.eval_step, inputs, labels, size))
+        value, outputs = checks.loss_and_outputs(self._explained(self.computes["eval"], inputs, labels, size))
         return None if value is None else as_loss(value), outputs
 
     def predict(self, inputs: Inputs) -> Any:
@@ -338,7 +337,7 @@ class Stepper:
         return loss.value, probe * (size if loss.weight is None else loss.weight.detach().to(probe)), outcome
 
     def _trained(self, inputs: Inputs, labels: Any, size: int) -> tuple[Loss, Any]:
-        returned = self._explained(self._train_step, inputs, labels, size)
+        returned = self._explained(self.computes["train"], inputs, labels, size)
         if self._overrides_step and not self._has_graph and not self.window_open:
             checks.own_backward(self._parameters)
         value, outputs = checks.loss_and_outputs(returned)

@@ -270,6 +270,79 @@ def test_a_function_in_c_as_a_hook():
     assert list(called) == [0, 1]
 
 
+class Trained:
+    """A network, and how it is trained: torch's and hapi's own code alone, unless a way changes it."""
+
+    def __init__(self):
+        self.network = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+        self.kind, self.loss, self.data = hapi.Model, nn.CrossEntropyLoss(), (X, Y)
+        self.metrics, self.callbacks = [hapi.metrics.Accuracy()], [hapi.callbacks.EMA(0.9)]
+        self.optimizer = torch.optim.Adam(self.network.parameters())
+        self.options = {"scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+
+    def fit(self):
+        model = self.kind(self.network).prepare(self.optimizer, self.loss, self.metrics, **self.options)
+        sizes = {} if isinstance(self.data, list) else {"batch_size": 10}
+        model.fit(self.data, epochs=2, callbacks=self.callbacks, verbose=2, **sizes)
+
+
+class DrawingOptimizer(torch.optim.SGD):
+    """The user's own."""
+
+
+class DrawingStep(hapi.Model):
+    def train_step(self, inputs, labels):
+        return super().train_step(inputs, labels)
+
+
+class DrawingValues(hapi.callbacks.Callback):
+    def batch_values(self, step):
+        return {}
+
+
+class Beginning(hapi.callbacks.Callback):
+    def on_train_batch_begin(self, step, logs=None):
+        """Called in each step."""
+
+
+def with_hook(register, *part):
+    return lambda it: getattr(it.network[2] if not part else getattr(it.network[2], *part), register)(lambda *_: None)
+
+
+# Who takes part in a step of training, and may draw.
+OTHERS = {
+    "a layer": lambda it: it.network.append(Drawing(3, 3)),
+    "a hook forward": with_hook("register_forward_hook"),
+    "a hook backward": with_hook("register_full_backward_hook"),
+    "a hook before backward": with_hook("register_full_backward_pre_hook"),
+    "a hook on a gradient": with_hook("register_hook", "weight"),
+    "a hook on what was added up": with_hook("register_post_accumulate_grad_hook", "weight"),
+    "a hook on the optimizer": lambda it: it.optimizer.register_step_pre_hook(lambda *_: None),
+    "an optimizer": lambda it: vars(it).update(optimizer=DrawingOptimizer(it.network.parameters(), 0.1)),
+    "a loss": lambda it: vars(it).update(loss=lambda outputs, labels: nn.functional.cross_entropy(outputs, labels)),
+    "a metric": lambda it: it.metrics.append(DrawingMetric(name="other")),
+    "a step": lambda it: vars(it).update(kind=DrawingStep),
+    "a callback": lambda it: it.callbacks.append(Beginning()),
+    "values of a callback": lambda it: it.callbacks.append(DrawingValues()),
+    "a schedule by steps": lambda it: it.options.update(scheduler_interval="step"),
+    "data of the user's": lambda it: vars(it).update(
+        data=[(x, y) for x, y in zip(X.split(10), Y.split(10), strict=True)]
+    ),
+}
+
+
+@pytest.mark.parametrize("way", [None, *OTHERS])
+def test_in_a_step_of_training_all_is_set_that_the_users_code_may_draw_from(way, settings, capsys):
+    it = Trained()
+    if way is not None:
+        OTHERS[way](it)
+    it.fit()
+    steps = 2 * 5
+    # All is set for an epoch's beginning, the end of its training, and its end, too.
+    assert settings.count("set_streams") == 2 * 3 + (0 if way is None else steps)
+    assert settings.count("set_torch") == (steps if way is None else 0)
+
+
 def test_a_random_transform_gives_the_same_images_each_time():
     model = hapi.Model(nn.Flatten())
     first, second = (model.predict(flipped(), batch_size=32, stack_outputs=True, verbose=0) for _ in range(2))

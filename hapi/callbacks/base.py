@@ -214,7 +214,7 @@ class CallbackList:
             hook: [cb for cb in self.callbacks if hooks.overrides(cb, hook) and cb._needs(hook)]
             for hook in _BATCH_HOOKS
         }
-        self._adding = [callback for callback in self.callbacks if hooks.overrides(callback, "batch_values")]
+        self.adding = [callback for callback in self.callbacks if hooks.overrides(callback, "batch_values")]
 
     def call(self, hook: str, *args: Any, logs: Mapping[str, Any] | None = None) -> None:
         """Call a hook of all callbacks, each with a dict of its own.
@@ -227,7 +227,7 @@ class CallbackList:
         """
         if hook in self.batch_hooks:
             if hook == "on_train_batch_end":
-                for callback in self._adding:
+                for callback in self.adding:
                     logs = {**(logs or {}), **callback.batch_values(*args)}
             for callback in self.batch_hooks[hook]:
                 if hook.endswith("begin") or _is_due(callback, args[0]):
@@ -271,15 +271,6 @@ class CallbackList:
         for callback in self.batch_hooks[_BATCH_END[kind]]:
             due |= (step + 1) % callback.batch_freq == 0 and callback._looks_at(step)
         return due
-
-    def has_others_in_steps(self, kind: str) -> bool:
-        """Whether a batch hook of such steps, as for `wants_batch_logs`, is the user's own code."""
-        hooks_of = [
-            (cb, getattr(cb, hook)) for hook in _BATCH_HOOKS if f"_{kind}_" in hook for cb in self.batch_hooks[hook]
-        ]
-        # What stands in an object itself may be the user's as well.
-        written = [getattr(code, "__module__", None) or "" for both in hooks_of for code in both]
-        return not all([name.startswith("hapi.") for name in written])
 
     def saves_at(self, steps_trained: int) -> bool:
         """Whether any callback saves after so many steps."""
