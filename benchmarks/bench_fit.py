@@ -1,10 +1,10 @@
 """What `Model.fit`, `evaluate` and `predict` cost in one process, against loops written by hand.
 
-    python benchmarks/bench_fit.py                        all cases, some minutes
-    python benchmarks/bench_fit.py mnist-32 --laps 15     one of them
+    python benchmarks/bench_fit.py                        all cases, a quarter of an hour
+    python benchmarks/bench_fit.py mnist-32 --rounds 9    one of them
     python benchmarks/bench_fit.py mnist-32 --ways fit hand --denormals
 
-The ways of a case take turns, an epoch each (see turns.py); fit with its bar or lines, accuracy and History as they are
+The ways of a case take turns, an epoch each, and begin anew in fresh processes for each round (see turns.py); fit with its bar or lines, accuracy and History as they are
 by default. CPU time, of all threads together, says more than elapsed time where other programs are running.
 
 mnist-*: full MNIST, Linear 784-512, ReLU, Dropout 0.2, Linear 512-10, fused Adam, at that batch size.
@@ -265,16 +265,16 @@ def provide_data() -> None:
     os.environ["HAPI_DATA_HOME"] = str(default_root())
 
 
-def run_case(name: str, only: list[str], laps: int, denormals: bool) -> None:
+def run_case(name: str, options: argparse.Namespace) -> None:
     """Run a case and print its tables."""
-    flags = ["--denormals"] if denormals else []
+    flags = ["--denormals"] if options.denormals else []
     ways = [
         Way(way, [sys.executable, __file__, name, "--as", way, *flags])
         for way in CASES[name]
-        if not only or way in only
+        if not options.ways or way in options.ways
     ]
     with tempfile.TemporaryDirectory() as folder:
-        compare(ways, laps, Path(folder, "log"))
+        compare(ways, options.laps, Path(folder, "log"), options.rounds)
     first, *others = (way.name for way in ways)
     print(f"\n### {name}\n")
     print(*report(ways, [(first, other) for other in others], UNITS), sep="\n", flush=True)
@@ -283,7 +283,8 @@ def run_case(name: str, only: list[str], laps: int, denormals: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Model.fit, evaluate and predict against loops written by hand.")
     parser.add_argument("cases", nargs="*", default=list(CASES), help=f"of {', '.join(CASES)}")
-    parser.add_argument("--laps", type=int, default=9, help="how many epochs of each way are timed")
+    parser.add_argument("--laps", type=int, default=3, help="how many epochs of each process are timed")
+    parser.add_argument("--rounds", type=int, default=5, help="how many processes of each way")
     parser.add_argument("--ways", nargs="+", default=[], help="only these")
     parser.add_argument("--denormals", action="store_true", help="keep denormal numbers")
     parser.add_argument("--as", dest="one", help=argparse.SUPPRESS)
@@ -298,7 +299,7 @@ def main() -> None:
     print(machine())
     print("Seconds a lap, CPU seconds a lap, MB: medians, quartiles in brackets.")
     for case in options.cases:
-        run_case(case, options.ways, options.laps, options.denormals)
+        run_case(case, options)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ class Way:
 
     def start(self, log: Path) -> None:
         """Start the processes, and wait until each has ended its warm-up."""
-        self.log = log
+        self.log, self.processes = log, []
         with Listener(("127.0.0.1", 0)) as listener, log.open("ab") as output:
             host, port = listener.address
             for variables in self.environments:
@@ -146,18 +146,27 @@ class Way:
                 process.wait()
 
 
-def compare(ways: Sequence[Way], laps: int, log: Path) -> None:
-    """Let the ways take turns, so many laps each, the order turned round every time."""
+def compare(ways: Sequence[Way], laps: int, log: Path, rounds: int = 1) -> None:
+    """Let the ways take turns, so many laps each, the order turned round every time.
+
+    Args:
+        ways: The programs.
+        laps: How many laps each does in a round.
+        log: Where their output goes.
+        rounds: How often all begin anew, in fresh processes: where its memory lies alone can make one some percent
+            slower than another of the same program, as long as it lives.
+    """
     log.unlink(missing_ok=True)
-    try:
-        for way in ways:
-            way.start(log)
-        for number in range(laps):
-            for way in ways if number % 2 == 0 else reversed(ways):
-                way.lap()
-    finally:
-        for way in ways:
-            way.stop()
+    for _ in range(rounds):
+        try:
+            for way in ways:
+                way.start(log)
+            for number in range(laps):
+                for way in ways if number % 2 == 0 else reversed(ways):
+                    way.lap()
+        finally:
+            for way in ways:
+                way.stop()
 
 
 def ratios(way: Way, other: Way, key: str) -> list[float]:

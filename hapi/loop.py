@@ -181,6 +181,8 @@ def _train_epoch(
             if callbacks.wants_batch_logs("train", step):
                 callbacks.call("on_train_batch_end", step, logs=tally.logs())
             step += 1
+            # Let go of before the next one is read; see `_windows`.
+            del piece, inputs, labels, outcome
         if _ends_here(run, plan, agreement, tally, epoch, step - 1):
             break
     agreement.end_epoch(tally, epoch, step - 1)
@@ -367,3 +369,5 @@ def _windows(pieces: Iterator[Piece], size: int) -> Iterator[list[Piece]]:
     """The pieces of one optimizer step at a time; the last window may be short."""
     while window := list(islice(pieces, size)):
         yield window
+        # What the next batch is read into is then still in the processor's cache.
+        window.clear()
