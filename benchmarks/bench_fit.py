@@ -4,8 +4,9 @@
     python benchmarks/bench_fit.py mnist-32 --rounds 9    one of them
     python benchmarks/bench_fit.py mnist-32 --ways fit hand --denormals
 
-The ways of a case take turns, an epoch each, and begin anew in fresh processes for each round (see turns.py); fit with its bar or lines, accuracy and History as they are
-by default. CPU time, of all threads together, says more than elapsed time where other programs are running.
+The ways of a case take turns, an epoch each, and begin anew in fresh processes for each round (see turns.py); fit with
+its bar or lines, accuracy and History as they are by default. CPU time, of all threads together, says more than elapsed
+time where other programs are running.
 
 mnist-*: full MNIST, Linear 784-512, ReLU, Dropout 0.2, Linear 512-10, fused Adam, at that batch size.
 mnist-32-usual: the same against torchvision's data set in a DataLoader, and `.item()` in each step.
@@ -274,7 +275,9 @@ def run_case(name: str, options: argparse.Namespace) -> None:
         if not options.ways or way in options.ways
     ]
     with tempfile.TemporaryDirectory() as folder:
-        compare(ways, options.laps, Path(folder, "log"), options.rounds)
+        # Those without training are a tenth as long.
+        laps = options.laps or (9 if name.startswith(("evaluate", "predict")) else 3)
+        compare(ways, laps, Path(folder, "log"), options.rounds)
     first, *others = (way.name for way in ways)
     print(f"\n### {name}\n")
     print(*report(ways, [(first, other) for other in others], UNITS), sep="\n", flush=True)
@@ -283,7 +286,7 @@ def run_case(name: str, options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Model.fit, evaluate and predict against loops written by hand.")
     parser.add_argument("cases", nargs="*", default=list(CASES), help=f"of {', '.join(CASES)}")
-    parser.add_argument("--laps", type=int, default=3, help="how many epochs of each process are timed")
+    parser.add_argument("--laps", type=int, help="how many epochs of each process are timed: 3, or 9 of short ones")
     parser.add_argument("--rounds", type=int, default=5, help="how many processes of each way")
     parser.add_argument("--ways", nargs="+", default=[], help="only these")
     parser.add_argument("--denormals", action="store_true", help="keep denormal numbers")
