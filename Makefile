@@ -57,6 +57,7 @@ bench: bench-hand bench-peers
 
 bench-hand: install
 	$(python) benchmarks/bench_fit.py
+	$(python) benchmarks/bench_steps.py
 	$(python) benchmarks/bench_ddp.py
 	$(python) benchmarks/bench_ddp.py fit hand --ranks 4
 	$(python) benchmarks/bench_ddp.py fit hand --ranks 8

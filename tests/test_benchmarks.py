@@ -85,3 +85,20 @@ def test_a_check_that_fails_says_so(tmp_path: Path) -> None:
     done = run("-c", f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r}); {other}", cwd=tmp_path)
     assert done.returncode == 1
     assert "losses " in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("case", ["mnist-256", "evaluate-256", "predict-256"])
+def test_steps_take_turns(case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    steps = importlib.import_module("bench_steps")
+    from hapi.callbacks.base import CallbackList
+    from hapi.datasets import FashionMNIST
+
+    before, sample = CallbackList.wants_batch_logs, FashionMNIST(mode="test", sample=True)
+    monkeypatch.setattr(steps, "MNIST", lambda mode: sample)
+    monkeypatch.setattr(steps, "mnist_in_memory", lambda: (sample.data, sample.targets))
+    theirs, ours, more, ratio = map(float, steps.run(case, 3))
+    assert min(theirs, ours) > 0
+    assert ratio == pytest.approx(1 + more / theirs, abs=0.05)
+    # What takes the turns is taken away again.
+    assert CallbackList.wants_batch_logs is before
