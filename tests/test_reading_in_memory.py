@@ -87,12 +87,12 @@ class CountedImages(FashionMNIST):
 def test_rows_that_need_no_copy_are_read_for_many_batches_and_transformed_for_few(shuffle, ranks):
     data = CountedImages(mode="test", sample=True)
     data.data, data.targets = data.data.repeat(40, 1, 1, 1)[:9600], data.targets.repeat(40)[:9600]
-    order = order_of(9600, 160, ranks, 0, shuffle, even=False)
+    order = order_of(9600, 192, ranks, 0, shuffle, even=False)
     given = list(SourceFeed(data, order, CPU).pieces(0))
-    # 160 images are more numbers than half of what is handled at once.
-    assert data.finishes == len(given) == 60 // ranks
+    # 192 images are more numbers than half of what is handled at once.
+    assert data.finishes == len(given) == 50 // ranks
     # Two ranks take turns: what each reads does not lie side by side.
-    assert data.fetches == (1 + 2 if not shuffle and ranks == 1 else 60 // ranks)
+    assert data.fetches == (1 + 2 if not shuffle and ranks == 1 else 50 // ranks)
     rows = [torch.tensor(share.listed()) for share in order.shares(0)]
     for own, piece in zip(rows, given, strict=True):
         assert torch.equal(piece.batch[0], data.data[own] / 255)

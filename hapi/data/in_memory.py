@@ -20,7 +20,7 @@ from hapi.data.sources import BatchSource, SubsetSource, columns_of, labels_of
 if TYPE_CHECKING:
     from hapi.data.resident import Resident
 
-_TOGETHER = 1 << 17
+_TOGETHER = 1 << 18
 """So many numbers are read at once: few enough for a core's cache."""
 _MOST_TOGETHER = 32
 _ALIGNED = 64
