@@ -24,7 +24,8 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -143,19 +144,31 @@ def hand_on(
 ) -> None:
     optimizer = adam(network)
     while True:
-        loss_sum, correct = torch.zeros(()), torch.zeros((), dtype=torch.int64)
-        for rows in torch.randperm(len(classes)).split(batch_size):
-            labels = classes[rows]
-            outputs = network(batch(rows))
-            loss = cross_entropy(outputs, labels)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            loss_sum += loss.detach() * len(rows)
-            correct += (outputs.detach().argmax(1) == labels).sum()
+        loss_sum, correct = deque(steps_by_hand(batch, classes, network, optimizer, batch_size), maxlen=1).pop()
         values = {"loss": loss_sum.item() / len(classes), "acc": correct.item() / len(classes)}
         print(values)
         laps.mark(**values, steps=steps_of(optimizer))
+
+
+def steps_by_hand(
+    batch: Callable[[torch.Tensor], torch.Tensor],
+    classes: torch.Tensor,
+    network: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch_size: int,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The steps of an epoch; after each, the sum of the losses and the right ones so far, which nobody has read."""
+    loss_sum, correct = torch.zeros(()), torch.zeros((), dtype=torch.int64)
+    for rows in torch.randperm(len(classes)).split(batch_size):
+        labels = classes[rows]
+        outputs = network(batch(rows))
+        loss = cross_entropy(outputs, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_sum += loss.detach() * len(rows)
+        correct += (outputs.detach().argmax(1) == labels).sum()
+        yield loss_sum, correct
 
 
 def usual(laps: Laps, batch_size: int) -> None:

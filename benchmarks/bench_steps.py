@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from bench_fit import adam, cifar_in_memory, convolutions, mlp, mnist_in_memory, provide_data
+from bench_fit import adam, cifar_in_memory, convolutions, mlp, mnist_in_memory, provide_data, steps_by_hand
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Subset
@@ -36,17 +36,8 @@ Images = Callable[[Any], torch.Tensor]
 def training(network: nn.Module, images: Images, classes: torch.Tensor, batch_size: int) -> Iterator[None]:
     """Steps of training by hand."""
     optimizer = adam(network)
-    loss_sum, correct = torch.zeros(()), torch.zeros((), dtype=torch.int64)
     while True:
-        for rows in torch.randperm(len(classes)).split(batch_size):
-            labels = classes[rows]
-            outputs = network(images(rows))
-            loss = cross_entropy(outputs, labels)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            loss_sum += loss.detach() * len(rows)
-            correct += (outputs.detach().argmax(1) == labels).sum()
+        for _ in steps_by_hand(images, classes, network, optimizer, batch_size):
             yield
 
 

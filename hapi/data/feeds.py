@@ -146,9 +146,6 @@ class Feed(ABC):
 
     def place(self, batch: Any) -> Any:
         """The batch on the device, ready for the network."""
-        return self._moved(batch)
-
-    def _moved(self, batch: Any) -> Any:
         if self._copies is not None:
             return self._copies.move(batch, self.floats)
         return batches.move(batch, self._device, self.floats)

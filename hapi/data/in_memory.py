@@ -15,7 +15,7 @@ from hapi import batch as batches
 from hapi.data.epochs import set_epoch
 from hapi.data.feeds import BEGINNING, Feed, Piece, Start
 from hapi.data.order import GlobalOrder, Share, joined
-from hapi.data.sources import BatchSource, SubsetSource, columns_of, labels_of
+from hapi.data.sources import BatchSource, columns_of, labels_of, whole_of
 
 if TYPE_CHECKING:
     from hapi.data.resident import Resident
@@ -120,9 +120,7 @@ class SourceFeed(Feed):
     @property
     def draws(self) -> str:  # type: ignore[override]
         """See `Feed.draws`."""
-        source = self._source
-        while isinstance(source, SubsetSource):
-            source = source.dataset
+        source = whole_of(self._source)
         # Whether a transform can be done in batches is asked anew, since it may have been changed.
         if not type(source).__module__.startswith("hapi.") or not getattr(source, "batched", True):
             return "all"
@@ -137,7 +135,7 @@ class SourceFeed(Feed):
         return batch if self._placed else self._finish(batch)
 
     def _finish_moved(self, rows: Any) -> Any:
-        return self._source.finish_batch(self._moved(rows))
+        return self._source.finish_batch(super().place(rows))
 
 
 def _how_many(tensors: Iterable[torch.Tensor]) -> int:

@@ -135,11 +135,16 @@ def as_batch_source(data: Any, floats: torch.dtype | None = None) -> BatchSource
     return None
 
 
-def columns_of(source: Any) -> Any:
-    """The tensors whose rows a source's batches are before `finish_batch`; None where that is not known."""
+def whole_of(source: Any) -> Any:
+    """What a source is a subset of, however often; itself where it is none."""
     while isinstance(source, SubsetSource):
         source = source.dataset
-    return getattr(source, "columns", None)
+    return source
+
+
+def columns_of(source: Any) -> Any:
+    """The tensors whose rows a source's batches are before `finish_batch`; None where that is not known."""
+    return getattr(whole_of(source), "columns", None)
 
 
 def labels_of(source: Any) -> torch.Tensor | None:
