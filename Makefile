@@ -21,6 +21,10 @@ ARGS ?=
 python := $(or $(PYTHON),$(VENV)/bin/python)
 pip := $(python) -m pip --disable-pip-version-check install
 
+# As pip does it when it installs a package. The tests start many processes, and where Python is told to write no bytecode
+# each of them would compile hapi anew.
+compile := $(python) -m compileall -q hapi
+
 .PHONY: help demo test test-slow test-launchers lint docs bench bench-hand bench-peers clean install
 
 help:
@@ -31,15 +35,18 @@ demo: install
 
 test: needs := pytest
 test: install
+	$(compile)
 	$(python) -m pytest $(ARGS)
 
 test-slow: needs := pytest
 test-slow: install
+	$(compile)
 	$(python) -m pytest -m slow $(ARGS)
 
 test-launchers: needs := pytest
 test-launchers: install
 	$(python) tests/real_launchers/install.py
+	$(compile)
 	$(python) -m pytest -m launchers $(ARGS)
 
 lint: needs := ruff mypy

@@ -288,10 +288,8 @@ class Stepper:
         self._divides = self.window_open = False
 
     def evaluate(self, inputs: Inputs, labels: Any, size: int) -> Outcome:
-        """Loss and outputs of one batch, on the bare network: no wrapper, no collective."""
-        # Half of the calls of no_grad().
-        with torch.set_grad_enabled(False):
-            loss, outputs = self.prepared.precision.run(self.device, self._evaluated, inputs, labels, size)
+        """Loss and outputs of one batch by the bare network, without any collective. Called under torch.no_grad()."""
+        loss, outputs = self.prepared.precision.run(self.device, self._evaluated, inputs, labels, size)
         return Outcome(None, size, outputs) if loss is None else _outcome(loss, size, outputs)
 
     def _evaluated(self, inputs: Inputs, labels: Any, size: int) -> tuple[Loss | None, Any]:
@@ -360,8 +358,10 @@ class Stepper:
         return loss
 
     def _divide_by_weights(self) -> None:
+        if not self._divides:
+            return
         probe = self.exchange.replica.probe
-        if not self._divides or probe.grad is None:
+        if probe.grad is None:
             return
         # A window in which nothing counts (all labels ignored) has zero sums: they stay zero.
         weight = _nonzero(probe.grad)

@@ -15,7 +15,7 @@ from hapi.batch import is_array
 from hapi.data.sources import viewed
 from hapi.distributed import group
 
-_PIECE_BYTES = 64 << 20
+_PIECE_BYTES = 1 << 20
 
 
 def same_data(data: Any, name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from hapi.metrics.base import Metric
 _PACK_AFTER = 256
 # So many numbers of outputs and labels at most wait for an update in common.
 _MOST_WAITING = 1 << 15
+_NOTHING = nullcontext()
 
 
 class Tally:
@@ -69,7 +71,8 @@ class Tally:
             TypeError: A metric keeps something in an attribute that it did not declare as a state.
         """
         self._updates += 1
-        with self._no_grad:
+        # An evaluation has turned gradients off already.
+        with self._no_grad if torch.is_grad_enabled() else _NOTHING:
             if loss is not None:
                 self._add_loss(loss, weight)
             if self._updates == 1:
