@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The loader's", "ignore:predict r
 SEED = int(os.environ.get("HAPI_TEST_SEED", "1"))
 CASES = int(os.environ.get("HAPI_TEST_CASES", "520"))
 PER_TEST = 40
-ALWAYS = 80
+ALWAYS = 40
 """So many of them are run by `make test`, all by `make test-slow`."""
 MORE_RANKS = range(5, 9)
 """World sizes of which there are a few cases each: as many processes have to be started."""

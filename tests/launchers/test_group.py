@@ -252,6 +252,7 @@ def test_processes_that_part(tmp_path: Path) -> None:
     assert [finish(process) for process in ended] == [(0, "threads of gloo at exit: 0\n", "")] * 2
 
 
+@pytest.mark.slow
 def test_processes_share_out_the_threads_of_their_cores() -> None:
     port, other = free_port(), free_port()
     unsaid = [start("threads_of_each", without="OMP_NUM_THREADS", **of_two(rank, port)) for rank in (0, 1)]
@@ -282,6 +283,7 @@ def test_cores_that_are_shared_are_shared_out(cores: list[tuple[int, ...]], expe
     assert [threads.fair_share([*ranks, *others], rank) for rank in ranks] == expected
 
 
+@pytest.mark.slow
 def test_restarts_find_a_fresh_store() -> None:
     command = ["--standalone", "--max-restarts", "2", "--nproc-per-node", "2", str(SCRIPTS), "restarted"]
     done = subprocess.run(
