@@ -7,7 +7,8 @@ by `import hapi`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import BuiltinFunctionType
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -23,8 +24,13 @@ from hapi.step import Prepared, Stepper, is_overridden
 
 _TORCHS = "torch.nn."
 _LAYERS = (_TORCHS, "torchvision.models.", "torchvision.ops.")
-# Torch's only layers that draw in eval mode too.
+# Whose code draws from torch's generators alone. What a decorator of contextlib's is put around is looked at too.
+_KNOWN = ("torch.", "torchvision.", "hapi.", "contextlib.")
+# Torch's only layers that draw in eval mode too, and what names its functions that draw.
 _DRAWING = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+_DRAWS = ("dropout", "rand", "normal", "bernoulli", "multinomial", "poisson", "rrelu", "gumbel", "fractional")
+# Schedulers of torch's that call functions which they were given.
+_CALLING = ("LambdaLR", "MultiplicativeLR", "CyclicLR")
 _CALLS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 
 Setter = Callable[[int, torch.device], None]
@@ -32,6 +38,9 @@ Setter = Callable[[int, torch.device], None]
 
 def setter(kind: str, feed: Feed, stepper: Stepper, metrics: list[Metric], callbacks: CallbackList) -> Setter | None:
     """What sets the generators before each step of a pass, by `rng`.
+
+    Not seen are code that is hung on nodes of the graph of gradients, and functions of torch's that were exchanged in
+    torch itself.
 
     Args:
         kind: "train", "eval" or "predict"; in the last two the network is in eval mode.
@@ -42,7 +51,7 @@ def setter(kind: str, feed: Feed, stepper: Stepper, metrics: list[Metric], callb
 
     Returns:
         What sets all, where the user's own code is called and may draw from any; what sets torch's, where torch's and
-        ours may draw; None where nobody draws.
+        ours may draw; None where nobody draws, which in training is never counted on.
     """
     losses = [] if kind == "predict" else stepper.prepared.objective.losses
     called_by_others = (
@@ -59,11 +68,20 @@ def setter(kind: str, feed: Feed, stepper: Stepper, metrics: list[Metric], callb
     modules = [
         module for part in (stepper.network, *losses) if isinstance(part, nn.Module) for module in part.modules()
     ]
-    return rng.set_torch if feed.draws == "torch" or any(map(_may_draw, modules)) else None
+    draws = kind == "train" or feed.draws == "torch" or any(map(_may_draw, modules))
+    return rng.set_torch if draws else None
 
 
 def _may_draw(module: nn.Module) -> bool:
-    return module.training or isinstance(module, _DRAWING) or not type(module).__module__.startswith(_TORCHS)
+    """Whether a layer of torch's may draw from torch's generators."""
+    return (
+        module.training
+        or isinstance(module, _DRAWING)
+        or not type(module).__module__.startswith(_TORCHS)
+        or any(
+            word in getattr(held, "__name__", "") for held in vars(module).values() if callable(held) for word in _DRAWS
+        )
+    )
 
 
 def _are_ours(callbacks: CallbackList, kind: str) -> bool:
@@ -72,8 +90,8 @@ def _are_ours(callbacks: CallbackList, kind: str) -> bool:
     called = [(callback, hook) for hook in hooks for callback in callbacks.batch_hooks[hook]]
     if kind == "train":
         called += [(callback, "batch_values") for callback in callbacks.adding]
-    written = [getattr(code, "__module__", None) or "" for cb, name in called for code in (cb, getattr(cb, name))]
-    return all([name.startswith("hapi.") for name in written])
+        called += [(saver, name) for saver in callbacks.savers for name in ("saves_at", "wants_save")]
+    return all([_is_known(type(callback)) and _is_known(getattr(callback, name)) for callback, name in called])
 
 
 def _trains_by_torch(prepared: Prepared, network: nn.Module) -> bool:
@@ -85,22 +103,38 @@ def _trains_by_torch(prepared: Prepared, network: nn.Module) -> bool:
         hooks += [parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)]
     called = [*vars(optimizer).values(), *(hook for held in hooks if held for hook in held.values())]
     return (
-        type(optimizer).__module__.startswith("torch.optim.")
-        and not any(map(_is_others_function, called))
+        optimizer is not None
+        and type(optimizer).__module__.startswith("torch.optim.")
+        and _is_known(type(optimizer).step)
+        and not any(map(_is_others, called))
         # Of a schedule by epochs none is called within one.
-        and (schedule is None or schedule.interval == "epoch")
+        and (schedule is None or schedule.interval == "epoch" or _is_torchs_schedule(schedule.scheduler))
+    )
+
+
+def _is_torchs_schedule(scheduler: Any) -> bool:
+    parts = getattr(scheduler, "_schedulers", [])
+    return (
+        type(scheduler).__module__ == "torch.optim.lr_scheduler"
+        and type(scheduler).__name__ not in _CALLING
+        and not any(map(_is_others, vars(scheduler).values()))
+        and all(map(_is_torchs_schedule, parts))
     )
 
 
 def _is_torchs_loss(loss: Any) -> bool:
-    return _is_torchs(loss) if isinstance(loss, nn.Module) else loss is None or _is_torchs_function(loss)
+    if isinstance(loss, nn.Module):
+        return _is_torchs(loss)
+    if isinstance(loss, partial):
+        return not loss.args and not any(map(callable, loss.keywords.values())) and _is_torchs_loss(loss.func)
+    return loss is None or _is_torchs_function(loss)
 
 
 def _is_torchs_function(loss: Any) -> bool:
     """Whether a function is one of torch's losses; others in the same place draw, such as dropout."""
     name = getattr(loss, "__name__", "")
     is_loss = name.endswith("_loss") or "cross_entropy" in name or name == "kl_div"
-    return is_loss and checks.defined_in(loss) == nn.functional.__name__
+    return is_loss and checks.defined_in(loss) == nn.functional.__name__ and _is_known(loss)
 
 
 def _is_torchs(network: nn.Module) -> bool:
@@ -108,26 +142,44 @@ def _is_torchs(network: nn.Module) -> bool:
     return all(
         type(module).__module__.startswith(_LAYERS)
         and checks.defined_in(type(module).forward).startswith(_LAYERS)
+        and _is_known(type(module).forward)
         and not any(vars(module)[hooks] for hooks in _CALLS)
-        and not any(map(_is_others_function, vars(module).values()))
+        and not any(map(_is_others, vars(module).values()))
+        # A tensor of a class of its own may compute with code of its own.
+        and all(f"{type(held).__module__}.".startswith("torch.") for held in _tensors_of(module))
         for module in network.modules()
     )
 
 
-def _is_others_function(value: Any) -> bool:
-    """Whether something is a function that is neither torch's nor ours, such as a layer's activation."""
-    return callable(value) and not f"{_origin(value)}.".startswith(("torch.", "hapi."))
+def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    return [held for held in (*module._parameters.values(), *module._buffers.values()) if held is not None]
 
 
-def _origin(value: Any) -> str:
-    """Where a function, a class or an object's class comes from; torch's functions in C say nothing of it."""
-    if isinstance(value, BuiltinFunctionType) and getattr(torch, value.__name__, None) is value:
-        return torch.__name__
-    return checks.defined_in(value) or getattr(value, "__module__", None) or ""
+def _is_others(value: Any) -> bool:
+    """Whether something may be called, such as a layer's activation, and is neither torch's nor ours."""
+    return callable(value) and not _is_known(value)
+
+
+def _is_known(called: Any) -> bool:
+    """Whether a function or a class is torch's or ours, with all that a function is wrapped around.
+
+    A wrapper bears the name of what it wraps, so names say nothing: told is in which module's text each stands.
+    """
+    if isinstance(called, type):
+        return f"{called.__module__}.".startswith(_KNOWN)
+    while called is not None:
+        if isinstance(called, BuiltinFunctionType):
+            # Torch's functions in C say nothing of where they come from.
+            return f"{called.__module__}.".startswith("torch.") or getattr(torch, called.__name__, None) is called
+        of_a_kind_that_tells = isinstance(called, FunctionType | MethodType)
+        if not of_a_kind_that_tells or not f"{checks.defined_in(called)}.".startswith(_KNOWN):
+            return False
+        called = getattr(called, "__wrapped__", None)
+    return True
 
 
 def _is_ours(metric: Metric) -> bool:
     # The adapters call functions and metrics of others.
     kind = type(metric).__module__
     is_built_in = kind.startswith("hapi.metrics.") and kind != "hapi.metrics.adapters"
-    return is_built_in and not any(map(callable, vars(metric).values()))
+    return is_built_in and _is_known(type(metric).update) and not any(map(callable, vars(metric).values()))

@@ -158,14 +158,17 @@ def _train_epoch(
     rank, step = group.get_rank(), start.step
     stream = rng.mix(run.seed, rng.STEP, epoch)
     steps_left = 0 if cursor.stopped else plan.left()
-    set_streams = _setter(run, feed, "train") or rng.set_torch
+    set_streams = _setter(run, feed, "train")
+    assert set_streams is not None, "in training somebody may always draw"
+    begins = callbacks.batch_hooks["on_train_batch_begin"]
     for window in _windows(islice(feed.pieces(epoch, start), steps_left), plan.accumulate):
         cursor.begin_window()
         window_total = sum([piece.total for piece in window])
         for number, piece in enumerate(window, 1):
             # Before the hook, so that what a callback draws has its place in the run too.
             set_streams(rng.mix(step, rank, after=stream), stepper.device)
-            callbacks.call("on_train_batch_begin", step)
+            if begins:
+                callbacks.call("on_train_batch_begin", step)
             last = number == len(window)
             inputs, labels = (None, None) if piece.batch is None else run.split(feed.place(piece.batch))
             outcome = stepper.backward(inputs, labels, piece.size, window_total, last)

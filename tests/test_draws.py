@@ -2,11 +2,13 @@
 
 import functools
 import random
+import types
 
 import numpy
 import pytest
 import torch
 from torch import nn
+from torch.optim import optimizer as of_all_optimizers
 from torchvision.transforms import Compose, RandomHorizontalFlip, ToTensor
 
 import hapi
@@ -14,7 +16,7 @@ from hapi import draws, rng
 from hapi.datasets import FashionMNIST
 
 X, Y = torch.zeros(50, 4), torch.zeros(50, dtype=torch.int64)
-drawn = []
+drawn, exchanged = [], []
 
 
 def draw():
@@ -180,7 +182,13 @@ CALLBACKS = {"a callback": DrawingCallback(), "a callback's object": listening(h
 @pytest.fixture(autouse=True)
 def no_hooks_are_left():
     yield
-    nn.modules.module._global_forward_hooks.clear()
+    for held in (nn.modules.module, of_all_optimizers):
+        for name, hooks in vars(held).items():
+            if name.startswith("_global_") and name.endswith("_hooks"):
+                hooks.clear()
+    nn.modules.module._global_is_full_backward_hook = None
+    while exchanged:
+        setattr(*exchanged.pop())
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -235,6 +243,15 @@ def test_no_generator_is_set_that_nobody_draws_from(call, settings):
     assert (len(set(settings)) == 1) == (call == "evaluate")
 
 
+def test_what_a_function_of_torchs_in_a_layer_draws_is_the_same_each_time():
+    model, found = held(nn.functional.dropout)(), []
+    for seed in (1, 2):
+        torch.manual_seed(0)
+        callbacks = [DrawingCallback()] if seed == 2 else []
+        found.append(model.predict(X + 1, batch_size=16, verbose=0, stack_outputs=True, callbacks=callbacks))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("function", [nn.functional.gelu, torch.relu, nn.ReLU()])
 def test_torchs_own_functions_in_a_layer_draw_nothing(function, settings):
     held(function)().predict(X, batch_size=16, verbose=0)
@@ -286,6 +303,11 @@ class Trained:
         model.fit(self.data, epochs=2, callbacks=self.callbacks, verbose=2, **sizes)
 
 
+class Loss:
+    def __call__(self, outputs, labels, reduction):
+        return nn.functional.cross_entropy(outputs, labels, reduction=reduction)
+
+
 class DrawingOptimizer(torch.optim.SGD):
     """The user's own."""
 
@@ -309,6 +331,61 @@ def with_hook(register, *part):
     return lambda it: getattr(it.network[2] if not part else getattr(it.network[2], *part), register)(lambda *_: None)
 
 
+def noisy(x):
+    return x * (1 + random.random())
+
+
+def forward_of(function):
+    def change(it):
+        it.network[2].forward = function
+
+    return change
+
+
+class Subclassed(nn.Parameter):
+    """Of a class of its own, which may compute with code of its own."""
+
+
+def of_own_class(it):
+    it.network[2].bias = Subclassed(torch.zeros(3))
+    it.optimizer = torch.optim.Adam(it.network.parameters())
+
+
+def own_step(it):
+    it.optimizer.step = types.MethodType(lambda self, closure=None: type(self).step(self), it.optimizer)
+
+
+def said_to_be_ours(it):
+    @functools.wraps(hapi.callbacks.Callback.on_train_batch_begin)
+    def hook(step, logs=None):
+        """Called in each step."""
+
+    it.callbacks[0].on_train_batch_begin = hook
+
+
+def changed(kind, name):
+    """A class of torch's or ours whose method was exchanged, until `no_hooks_are_left`."""
+
+    def change(it):
+        original = getattr(kind, name)
+        exchanged.append((kind, name, original))
+        setattr(kind, name, lambda self, *args: original(self, *args))
+        it.optimizer = torch.optim.SGD(it.network.parameters(), 0.1)
+
+    return change
+
+
+def saving(it):
+    class Saving(hapi.callbacks.ModelCheckpoint):
+        """The user's own: it is asked after each step whether to save."""
+
+    it.callbacks.append(Saving(save_dir=it.folder))
+
+
+def scheduled(make):
+    return lambda it: it.options.update(scheduler=make, scheduler_interval="step")
+
+
 # Who takes part in a step of training, and may draw.
 OTHERS = {
     "a layer": lambda it: it.network.append(Drawing(3, 3)),
@@ -324,23 +401,57 @@ OTHERS = {
     "a step": lambda it: vars(it).update(kind=DrawingStep),
     "a callback": lambda it: it.callbacks.append(Beginning()),
     "values of a callback": lambda it: it.callbacks.append(DrawingValues()),
-    "a schedule by steps": lambda it: it.options.update(scheduler_interval="step"),
+    "a hook on all modules before": lambda it: nn.modules.module.register_module_forward_pre_hook(lambda *_: None),
+    "a hook on all modules backward": lambda it: nn.modules.module.register_module_full_backward_pre_hook(
+        lambda *_: None
+    ),
+    "a hook on all optimizers": lambda it: of_all_optimizers.register_optimizer_step_post_hook(lambda *_: None),
+    "a forward under autocast": forward_of(torch.autocast("cpu", enabled=False)(noisy)),
+    "a forward that is not compiled": forward_of(torch.compiler.disable(noisy)),
+    "a parameter's class": of_own_class,
+    "an optimizer's own step": own_step,
+    "an optimizer's changed class": changed(torch.optim.SGD, "step"),
+    "a metric's changed class": changed(hapi.metrics.Accuracy, "update"),
+    "a hook that is said to be ours": said_to_be_ours,
+    "a saver": saving,
+    "a part of a loss": lambda it: vars(it).update(loss=functools.partial(Loss(), reduction="mean")),
+    "a schedule that calls a function": scheduled(
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: random.random())
+    ),
+    "a schedule that calls one in turn": scheduled(
+        lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+            optimizer, [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)] * 2, [1]
+        )
+    ),
     "data of the user's": lambda it: vars(it).update(
         data=[(x, y) for x, y in zip(X.split(10), Y.split(10), strict=True)]
     ),
 }
 
 
-@pytest.mark.parametrize("way", [None, *OTHERS])
-def test_in_a_step_of_training_all_is_set_that_the_users_code_may_draw_from(way, settings, capsys):
+# What of torch's takes part and calls nobody else's code.
+TORCHS = {
+    "nothing more": lambda it: None,
+    "a schedule by steps": scheduled(lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 10)),
+    "a part of a loss": lambda it: vars(it).update(
+        loss=functools.partial(nn.functional.cross_entropy, label_smoothing=0.1)
+    ),
+    "a network without dropout": lambda it: it.network.pop(1),
+}
+
+
+@pytest.mark.parametrize("way", [*OTHERS, *(f"torch's own: {way}" for way in TORCHS)])
+def test_in_a_step_of_training_all_is_set_that_the_users_code_may_draw_from(way, settings, tmp_path):
     it = Trained()
-    if way is not None:
-        OTHERS[way](it)
+    it.folder = tmp_path
+    theirs = way.removeprefix("torch's own: ")
+    own = theirs == way
+    (OTHERS if own else TORCHS)[theirs](it)
     it.fit()
     steps = 2 * 5
     # All is set for an epoch's beginning, the end of its training, and its end, too.
-    assert settings.count("set_streams") == 2 * 3 + (0 if way is None else steps)
-    assert settings.count("set_torch") == (steps if way is None else 0)
+    assert settings.count("set_streams") == 2 * 3 + (steps if own else 0)
+    assert settings.count("set_torch") == (0 if own else steps)
 
 
 def test_a_random_transform_gives_the_same_images_each_time():
