@@ -19,6 +19,7 @@ from torch.optim import optimizer as of_all_optimizers
 from hapi import checks, rng
 from hapi.callbacks.base import CallbackList
 from hapi.data import Feed
+from hapi.distributed import group
 from hapi.metrics.base import Metric
 from hapi.step import Prepared, Stepper, is_overridden
 
@@ -72,6 +73,49 @@ def setter(kind: str, feed: Feed, stepper: Stepper, metrics: list[Metric], callb
     return rng.set_torch if draws else None
 
 
+def beginner(
+    feed: Feed, stepper: Stepper, metrics: list[Metric], callbacks: CallbackList, stream: int
+) -> Callable[[int], None]:
+    """What is done in training before the batch of a number is placed: generators are set, and hooks called.
+
+    Args:
+        feed: As of `setter`, like the next three.
+        stepper: Likewise.
+        metrics: Likewise.
+        callbacks: Likewise.
+        stream: What the generators are set by, besides the batch and the rank.
+    """
+    set_streams, rank, device = setter("train", feed, stepper, metrics, callbacks), group.get_rank(), stepper.device
+    assert set_streams is not None, "in training somebody may always draw"
+    begins = callbacks.batch_hooks["on_train_batch_begin"]
+
+    def begin(step: int) -> None:
+        # Before the hooks, so that what a callback draws has its place in the run too.
+        set_streams(rng.mix(step, rank, after=stream), device)
+        if begins:
+            callbacks.call("on_train_batch_begin", step)
+
+    return begin
+
+
+def updater(stepper: Stepper, stream: int) -> Callable[[int], None]:
+    """What takes an optimizer step after the batch of a number.
+
+    Args:
+        stepper: Whose optimizer.
+        stream: What the generators are set by, besides the batch, where the optimizer may draw.
+    """
+    if not _updates_by_others(stepper.prepared):
+        return lambda step: stepper.update()
+
+    def update(step: int) -> None:
+        # Not by the rank: what the optimizer draws moves the weights alike on all of them.
+        rng.set_streams(rng.mix(step, after=stream), stepper.device)
+        stepper.update()
+
+    return update
+
+
 def _may_draw(module: nn.Module) -> bool:
     """Whether a layer of torch's may draw from torch's generators."""
     return (
@@ -94,19 +138,31 @@ def _are_ours(callbacks: CallbackList, kind: str) -> bool:
     return all([_is_known(type(callback)) and _is_known(getattr(callback, name)) for callback, name in called])
 
 
-def _trains_by_torch(prepared: Prepared, network: nn.Module) -> bool:
-    """Whether no code of anybody else's is called between the backward pass and the next step."""
-    optimizer, schedule = prepared.optimizer, prepared.schedule
+def _updates_by_others(prepared: Prepared) -> bool:
+    """Whether an optimizer step calls the user's own code."""
+    optimizer = prepared.optimizer
     hooks: list[Any] = [getattr(optimizer, f"_optimizer_step_{edge}_hooks", None) for edge in ("pre", "post")]
     hooks += [getattr(of_all_optimizers, f"_global_optimizer_{edge}_hooks", None) for edge in ("pre", "post")]
+    return optimizer is not None and (
+        not type(optimizer).__module__.startswith("torch.optim.")
+        or not _is_known(type(optimizer).step)
+        or any(map(_is_others, vars(optimizer).values()))
+        or _hold_others(hooks)
+    )
+
+
+def _hold_others(hooks: list[Any]) -> bool:
+    return any([_is_others(hook) for held in hooks if held for hook in held.values()])
+
+
+def _trains_by_torch(prepared: Prepared, network: nn.Module) -> bool:
+    """Whether no code of anybody else's is called between the backward pass and the next step."""
+    schedule, hooks = prepared.schedule, list[Any]()
     for parameter in network.parameters():
         hooks += [parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)]
-    called = [*vars(optimizer).values(), *(hook for held in hooks if held for hook in held.values())]
     return (
-        optimizer is not None
-        and type(optimizer).__module__.startswith("torch.optim.")
-        and _is_known(type(optimizer).step)
-        and not any(map(_is_others, called))
+        not _updates_by_others(prepared)
+        and not _hold_others(hooks)
         # Of a schedule by epochs none is called within one.
         and (schedule is None or schedule.interval == "epoch" or _is_torchs_schedule(schedule.scheduler))
     )

@@ -19,7 +19,7 @@ from hapi.distributed import group
 from hapi.metrics.base import Metric
 from hapi.metrics.tally import Tally
 from hapi.signals import stopped_by
-from hapi.step import Stepper
+from hapi.step import Outcome, Stepper
 
 if TYPE_CHECKING:
     from hapi.resuming import Resumed
@@ -155,29 +155,19 @@ def _train_epoch(
 ) -> dict[str, float]:
     """One pass over the training data, or the rest of one; the values over all ranks."""
     model, stepper, callbacks, feed, cursor = run.model, run.stepper, run.callbacks, plan.train, plan.cursor
-    rank, step = group.get_rank(), start.step
-    stream = rng.mix(run.seed, rng.STEP, epoch)
-    steps_left = 0 if cursor.stopped else plan.left()
-    set_streams = _setter(run, feed, "train")
-    assert set_streams is not None, "in training somebody may always draw"
-    begins = callbacks.batch_hooks["on_train_batch_begin"]
+    step, steps_left = start.step, 0 if cursor.stopped else plan.left()
+    begin, update = _edges_of_steps(run, feed, epoch)
     for window in _windows(islice(feed.pieces(epoch, start), steps_left), plan.accumulate):
         cursor.begin_window()
         window_total = sum([piece.total for piece in window])
         for number, piece in enumerate(window, 1):
-            # Before the hook, so that what a callback draws has its place in the run too.
-            set_streams(rng.mix(step, rank, after=stream), stepper.device)
-            if begins:
-                callbacks.call("on_train_batch_begin", step)
+            begin(step)
             last = number == len(window)
             inputs, labels = (None, None) if piece.batch is None else run.split(feed.place(piece.batch))
             outcome = stepper.backward(inputs, labels, piece.size, window_total, last)
             if last:
-                stepper.update()
-            if outcome is None:
-                tally.miss()
-            else:
-                tally.update(outcome.loss, outcome.weight, outcome.outputs, labels)
+                update(step)
+            _count(tally, outcome, labels)
             if last:
                 model.steps_trained += len(window)
                 cursor.end_window(window)
@@ -194,6 +184,23 @@ def _train_epoch(
     stepper.sync(parameters=False)
     # The rate that the last step was taken with: an epoch's scheduler moves after this.
     return tally.reduced() | {"lr": stepper.learning_rate}
+
+
+def _count(tally: Tally, outcome: Outcome | None, labels: Any) -> None:
+    if outcome is None:
+        tally.miss()
+    else:
+        tally.update(outcome.loss, outcome.weight, outcome.outputs, labels)
+
+
+def _edges_of_steps(run: Run, feed: Feed, epoch: int) -> tuple[Callable[[int], None], Callable[[int], None]]:
+    """What is done before the batch of a number is placed, and what takes an optimizer step after it."""
+    # Only for a process that trains.
+    from hapi import draws
+
+    stepper = run.stepper
+    begin = draws.beginner(feed, stepper, run.metrics, run.callbacks, rng.mix(run.seed, rng.STEP, epoch))
+    return begin, draws.updater(stepper, rng.mix(run.seed, rng.UPDATE, epoch))
 
 
 def _ends_here(run: Run, plan: FitPlan, agreement: Agreement, tally: Tally, epoch: int, step: int) -> bool:
@@ -280,7 +287,7 @@ def evaluate(run: Run, feed: Feed, num_iters: int | None = None, check_in: _Chec
                 # For both at once: to turn gradients off and on again costs as much as a small operation.
                 with torch.set_grad_enabled(False):
                     outcome = stepper.evaluate(inputs, labels, piece.size)
-                    tally.update(outcome.loss, outcome.weight, outcome.outputs, labels)
+                    _count(tally, outcome, labels)
                 del inputs, labels, outcome
             # What the next batch is read into is then still in the processor's cache.
             del piece
@@ -293,13 +300,17 @@ def evaluate(run: Run, feed: Feed, num_iters: int | None = None, check_in: _Chec
     values = tally.reduced()
     if not values:
         _refuse_empty("eval_data", step)
-        raise ValueError(
-            "The evaluation had nothing to compute: the model was prepared with neither a loss nor metrics, and its "
-            "outputs hold no loss. Write model.prepare(loss=nn.CrossEntropyLoss(), metrics=hapi.metrics.Accuracy()), "
-            "override eval_step as train_step, or use predict."
-        )
+        raise _nothing_to_compute()
     callbacks.call("on_eval_end", logs=values)
     return values
+
+
+def _nothing_to_compute() -> ValueError:
+    return ValueError(
+        "The evaluation had nothing to compute: the model was prepared with neither a loss nor metrics, and its "
+        "outputs hold no loss. Write model.prepare(loss=nn.CrossEntropyLoss(), metrics=hapi.metrics.Accuracy()), "
+        "override eval_step as train_step, or use predict."
+    )
 
 
 def predict(run: Run, feed: Feed, stack_outputs: bool) -> Any:
@@ -335,20 +346,15 @@ def predict(run: Run, feed: Feed, stack_outputs: bool) -> Any:
     return gathered
 
 
-def _setter(run: Run, feed: Feed, kind: str) -> Callable[[int, torch.device], None] | None:
-    """What sets the random streams before each step of a pass; see `draws.setter`."""
-    # Only for a process that makes one.
-    from hapi import draws
-
-    return draws.setter(kind, feed, run.stepper, run.metrics, run.callbacks)
-
-
 def _keyed(run: Run, feed: Feed, kind: str) -> Callable[[Piece], None] | None:
     """What sets the random streams before each batch of an evaluation; None where nobody draws."""
     stream, device = rng.mix(run.seed, rng.EVALUATE), run.stepper.device
     # For what hooks draw at the end, whether or not anybody draws before.
     rng.set_streams(stream, device)
-    setter = _setter(run, feed, kind)
+    # Only for a process that makes a pass.
+    from hapi import draws
+
+    setter = draws.setter(kind, feed, run.stepper, run.metrics, run.callbacks)
     if setter is None:
         return None
 

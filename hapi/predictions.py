@@ -32,7 +32,13 @@ def in_batches(parts: list[Positioned], ordered: bool) -> list[Any]:
     gathered = [part for parts, _ in ranks for part in parts]
     if _agreed_order([ordered for _, ordered in ranks]):
         gathered.sort(key=lambda part: int(part[0].min()) if isinstance(part[0], torch.Tensor) else part[0])
-    return [outputs for _, _, outputs in gathered]
+    return [map_tensors(_on_its_own, outputs) for _, _, outputs in gathered]
+
+
+def _on_its_own(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, without the rest of what it is a view of: of a part of the input, several batches' inputs."""
+    is_part = tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > 2 * tensor.nbytes
+    return tensor.clone() if is_part else tensor
 
 
 def stacked(parts: list[Positioned], ordered: bool) -> Any:

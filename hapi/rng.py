@@ -21,7 +21,7 @@ from hapi import kinds
 _MASK = (1 << 64) - 1
 
 # Purposes, the second word of each key.
-ORDER, FETCH, STEP, EVALUATE, EPOCH, EPOCH_TRAINED, EPOCH_END = range(7)
+ORDER, FETCH, STEP, EVALUATE, EPOCH, EPOCH_TRAINED, EPOCH_END, UPDATE = range(8)
 
 
 def seed(n: int) -> None:

@@ -202,14 +202,60 @@ class Watched(Columns):
         return x, y
 
 
-@pytest.mark.parametrize("call", ["evaluate", "predict"])
+@pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
 def test_a_batch_is_let_go_before_the_next_one_is_read(call, monkeypatch):
     # What it is read into is then still in the processor's cache.
     data = Watched((torch.zeros(40, 20000), torch.zeros(40, dtype=torch.int64)))
     monkeypatch.setattr("hapi.data.make.as_batch_source", lambda *_: data)
-    model = hapi.Model(nn.Linear(20000, 2)).prepare(loss=nn.CrossEntropyLoss(), metrics=hapi.metrics.Accuracy())
+    model = hapi.Model(nn.Linear(20000, 2)).prepare("sgd", nn.CrossEntropyLoss(), hapi.metrics.Accuracy())
     getattr(model, call)(torch.zeros(40, 1), batch_size=8, verbose=0)
     assert data.still_there == [False] * 5
+
+
+def columns_of_any_layout():
+    images = torch.randn(60, 5, 5, 3).permute(0, 3, 1, 2)
+    table = torch.randn(16, 60).T
+    return {"channels last": images, "column by column": table, "every second": torch.randn(120, 8)[::2]}
+
+
+@pytest.mark.parametrize("layout", columns_of_any_layout())
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_rows_lie_one_after_the_other_in_whatever_layout_the_column_is(layout, shuffle):
+    class Seen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.strides = nn.Parameter(torch.zeros(())), set()
+
+        def forward(self, x):
+            self.strides.add(x.stride())
+            # As networks do it.
+            return x.view(len(x), -1).sum(1, keepdim=True) * self.weight
+
+    column, network = columns_of_any_layout()[layout], Seen()
+    model = hapi.Model(network).prepare("sgd", nn.MSELoss())
+    data = (column, torch.zeros(60, 1))
+    model.fit(data, batch_size=16, shuffle=shuffle, verbose=0)
+    model.evaluate(data, batch_size=16, verbose=0)
+    model.predict(column, batch_size=16, verbose=0)
+    assert network.strides == {column.contiguous().stride()}
+
+
+def test_sparse_columns_are_predicted_in_their_order():
+    class Dense(nn.Module):
+        def forward(self, x):
+            return x.to_dense()
+
+    rows = torch.rand(50, 6).mul(2).sub(1).relu()
+    assert torch.equal(hapi.Model(Dense()).predict(rows.to_sparse(), batch_size=16, verbose=0), rows)
+
+
+def test_an_output_that_is_a_part_of_its_input_holds_nothing_else():
+    class First(nn.Module):
+        def forward(self, x):
+            return x[:, :1]
+
+    outputs = hapi.Model(First()).predict(torch.rand(64, 100), batch_size=2, stack_outputs=False, verbose=0)
+    assert [output.untyped_storage().nbytes() for output in outputs] == [8] * 32
 
 
 def test_what_is_drawn_for_a_batch_is_drawn_in_its_step():

@@ -75,6 +75,9 @@ def make_feed(data: Any, request: Request, device: torch.device) -> Feed:
     from hapi.data import foreign
 
     foreign.refuse(data, request.name, group.get_world_size())
+    if is_columns(data):
+        # What they cannot be is said in words before ranks compare them.
+        as_batch_source(data, request.floats)
     if _can_be_compared(data):
         data = same_data(data, request.name)
     feed = _choose(data, request, device)

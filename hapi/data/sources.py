@@ -25,9 +25,14 @@ class BatchSource(Protocol):
 
 
 def rows_of(column: torch.Tensor, indices: torch.Tensor | range) -> torch.Tensor:
-    """Rows of a tensor, copied: what the network does to them in place must not reach the user's data."""
+    """Rows of a tensor, copied: what the network does to them in place must not reach the user's data.
+
+    They lie row by row, in whatever layout the column is and however they are asked for: it decides about last bits.
+    """
+    if isinstance(indices, range) and column.layout is torch.strided:
+        return column[indices.start : indices.stop].clone(memory_format=torch.contiguous_format)
     if isinstance(indices, range):
-        return column[indices.start : indices.stop].clone()
+        indices = torch.arange(indices.start, indices.stop, device=column.device)
     return column.index_select(0, indices)
 
 

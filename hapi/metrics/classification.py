@@ -126,7 +126,8 @@ class Accuracy(_Counting):
     @property
     def joins_batches(self) -> bool:  # type: ignore[override]
         """See `Metric`: whole numbers are added up. Which of several equal outputs torch ranks first is its own."""
-        return type(self) is Accuracy and self.topk == (1,)
+        # Another `update`, of a subclass or of the object itself, counts on each batch.
+        return type(self) is Accuracy and self.topk == (1,) and "update" not in vars(self)
 
     @property
     def names(self) -> list[str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from closed_form import Line, mean_output, ones, prepared, ramp
@@ -386,3 +388,29 @@ def ignored_labels_by_hand() -> list[float]:
             nn.functional.cross_entropy(net(x[rows]), labels[rows]).backward()
             optimizer.step()
     return net.weight.flatten().tolist()
+
+
+class Noisy(torch.optim.SGD):
+    """Langevin dynamics, in short: each step adds noise."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for entry in self.param_groups:
+            for parameter in entry["params"]:
+                parameter.data.add_(torch.randn_like(parameter) * random.random() * float(numpy.random.rand()))
+
+
+def noisy_weights(by_hook: bool) -> float:
+    network = Line(1.0)
+    optimizer = (torch.optim.SGD if by_hook else Noisy)(network.parameters(), 0.1)
+    if by_hook:
+        optimizer.register_step_post_hook(lambda *_: network.layer.weight.data.add_(torch.randn(())))
+    model = hapi.Model(network).prepare(optimizer, mean_output)
+    model.fit(ramp(12), batch_size=2, shuffle=False, verbose=0, seed=1, num_iters=3)
+    return network.value
+
+
+@pytest.mark.parametrize("by_hook", [False, True])
+def test_what_an_optimizer_draws_moves_all_ranks_alike(ranks, by_hook):
+    weight = same(ranks(2).run(noisy_weights, by_hook))
+    assert weight == same(ranks(2).run(noisy_weights, by_hook)) != 1.0

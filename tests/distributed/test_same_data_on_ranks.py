@@ -14,9 +14,10 @@ import torch
 import torchvision
 from closed_form import Ramp, prepared, ramp
 from PIL import Image
-from ranks import same
+from ranks import alone, same
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, random_split
 
+import hapi
 from hapi.data.sameness import same_data
 from hapi.datasets import FashionMNIST
 from hapi.distributed import group
@@ -312,3 +313,14 @@ def accept_samples() -> tuple[bool, list[bool]]:
 
 def test_samples_that_prove_nothing_pass_and_leave_no_trace(ranks):
     assert same(ranks(2).run(accept_samples)) == (True, [True, True])
+
+
+@pytest.mark.parametrize("data", [numpy.array(["a", "b"] * 8), torch.tensor(3.0)], ids=["text", "a number"])
+def test_what_cannot_be_data_is_said_in_the_same_words_on_ranks(ranks, data):
+    assert same(ranks(2).run(refusal, data)) == alone(refusal, data)
+
+
+def refusal(data: Any) -> str:
+    with pytest.raises((TypeError, ValueError)) as refused:
+        hapi.Model(torch.nn.Linear(1, 1)).predict(data, verbose=0)
+    return str(refused.value)

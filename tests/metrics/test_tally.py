@@ -297,3 +297,12 @@ def test_what_was_saved_does_not_go_on():
 def test_a_state_of_other_metrics_is_refused():
     with pytest.raises(ValueError, match="Prepare the model with the metrics that it was trained with"):
         tally(Accuracy()).go_on_from([tally().state()])
+
+
+def test_an_accuracy_whose_update_was_exchanged_gets_each_batch():
+    metric, sizes = Accuracy(), []
+    metric.update = lambda outputs, labels: sizes.append(len(labels))
+    running = tally(metric)
+    for size in (4, 4, 4, 3):
+        running.update(torch.tensor(0.0), size, torch.zeros(size, 3), torch.zeros(size, dtype=torch.int64))
+    assert running.metrics and sizes == [4, 4, 4, 3]
