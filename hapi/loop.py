@@ -287,7 +287,7 @@ def evaluate(run: Run, feed: Feed, num_iters: int | None = None, check_in: _Chec
                 # For both at once: to turn gradients off and on again costs as much as a small operation.
                 with torch.set_grad_enabled(False):
                     outcome = stepper.evaluate(inputs, labels, piece.size)
-                    _count(tally, outcome, labels)
+                    tally.update(outcome.loss, outcome.weight, outcome.outputs, labels)
                 del inputs, labels, outcome
             # What the next batch is read into is then still in the processor's cache.
             del piece

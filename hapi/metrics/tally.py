@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from hapi.metrics.base import Metric
 _PACK_AFTER = 256
 # So many numbers of outputs and labels at most wait for an update in common.
 _MOST_WAITING = 1 << 15
-_NOTHING = nullcontext()
 
 
 class Tally:
@@ -70,22 +68,28 @@ class Tally:
         Raises:
             TypeError: A metric keeps something in an attribute that it did not declare as a state.
         """
-        self._updates += 1
         # An evaluation has turned gradients off already.
-        with self._no_grad if torch.is_grad_enabled() else _NOTHING:
-            if loss is not None:
-                self._add_loss(loss, weight)
-            if self._updates == 1:
-                # The first batch is looked at closely.
-                for metric in self._metrics:
-                    _update_watched(metric, outputs, labels)
-                return
-            for metric in self._others:
-                metric.update(outputs, labels)
-            if self._joining and not self._waiting.takes(outputs, labels):
-                self._catch_up()
+        if torch.is_grad_enabled():
+            with self._no_grad:
+                self._take(loss, weight, outputs, labels)
+        else:
+            self._take(loss, weight, outputs, labels)
+
+    def _take(self, loss: Tensor | None, weight: int | float | Tensor, outputs: Any, labels: Any) -> None:
+        self._updates += 1
+        if loss is not None:
+            self._add_loss(loss, weight)
+        if self._updates == 1:
+            # The first batch is looked at closely.
+            for metric in self._metrics:
+                _update_watched(metric, outputs, labels)
+            return
+        for metric in self._others:
+            metric.update(outputs, labels)
+        if self._joining:
+            for batch in self._waiting.take(outputs, labels):
                 for metric in self._joining:
-                    metric.update(outputs, labels)
+                    metric.update(*batch)
 
     @property
     def metrics(self) -> list[Metric]:
@@ -95,9 +99,9 @@ class Tally:
         return self._metrics
 
     def _catch_up(self) -> None:
-        for outputs, labels in self._waiting.joined():
+        for batch in self._waiting.joined():
             for metric in self._joining:
-                metric.update(outputs, labels)
+                metric.update(*batch)
 
     def miss(self) -> None:
         """A batch went by in which this rank has no samples: `take_nonfinite` counts it too, as other ranks do."""
@@ -210,21 +214,24 @@ class _Waiting:
         self._form: Any = None
         self._room = 0
 
-    def takes(self, outputs: Any, labels: Any) -> bool:
-        """Keep a batch of class scores, if it is like the one before, small, and there are not enough of them."""
-        if not isinstance(outputs, Tensor) or not isinstance(labels, Tensor):
-            return False
-        form = outputs.shape, labels.shape, outputs.dtype, labels.dtype
-        if form != self._form:
-            scores = labels.dim() > 0 and outputs.shape[:1] + outputs.shape[2:] == labels.shape
-            numbers = outputs.numel() + labels.numel()
-            self._form, self._room = form, _MOST_WAITING // numbers if scores and numbers else 0
-            return False
-        if len(self._outputs) >= self._room:
-            return False
-        self._outputs.append(outputs.clone())
-        self._labels.append(labels.clone())
-        return True
+    def take(self, outputs: Any, labels: Any) -> list[tuple[Any, Any]]:
+        """Keep a batch of class scores, if it is like the one before and small.
+
+        Returns:
+            What is to be counted now, in order: the batches that waited as one, where they are enough; that one and a
+            batch that is not kept.
+        """
+        if isinstance(outputs, Tensor) and isinstance(labels, Tensor):
+            form = outputs.shape, labels.shape, outputs.dtype, labels.dtype
+            if form == self._form and self._room:
+                self._outputs.append(outputs.clone())
+                self._labels.append(labels.clone())
+                return [] if len(self._outputs) < self._room else self.joined()
+            if form != self._form:
+                scores = labels.dim() > 0 and outputs.shape[:1] + outputs.shape[2:] == labels.shape
+                numbers = outputs.numel() + labels.numel()
+                self._form, self._room = form, _MOST_WAITING // numbers if scores and numbers else 0
+        return [*self.joined(), (outputs, labels)]
 
     def joined(self) -> list[tuple[Tensor, Tensor]]:
         """All that was kept, as one batch; none if there is nothing. It is let go."""
