@@ -19,8 +19,12 @@ from torchvision.transforms import Compose, Normalize, RandomCrop, RandomHorizon
 import hapi
 from hapi.datasets import CIFAR10
 
+if {"-h", "--help"} & {*sys.argv}:
+    sys.exit(__doc__)
 epochs = int(sys.argv[1]) if len(sys.argv) > 1 else 15
 samples = int(sys.argv[2]) if len(sys.argv) > 2 else 50_000
+if not torch.cuda.is_available():
+    print("No card here: this shows that the script runs. Neither its time nor its accuracy say anything.")
 BATCH_SIZE = 512  # over all processes
 hapi.seed(0)
 torch.backends.cudnn.benchmark = True
