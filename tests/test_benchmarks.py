@@ -109,7 +109,7 @@ def test_steps_take_turns(case: str, monkeypatch: pytest.MonkeyPatch, capsys: py
     turns = []
     means = steps.means
     monkeypatch.setattr(steps, "means", lambda times: turns.append(len(times)) or means(times))
-    theirs, ours, more, ratio = map(float, steps.run(case, 3))
+    theirs, ours, _, ratio = map(float, steps.run(case, 3))
     assert min(theirs, ours, ratio) > 0
     # As many of each.
     assert turns[0] == turns[1] >= 2
