@@ -266,7 +266,7 @@ class CallbackList:
             kind: ``"train"``, ``"eval"`` or ``"predict"``.
             step: The step's number, from 0.
         """
-        # Plainly, here and below: these run in each step.
+        # Plainly, here and below, and not by `_is_due`: these run in each step.
         due = False
         for callback in self.batch_hooks[_BATCH_END[kind]]:
             due |= (step + 1) % callback.batch_freq == 0 and callback._looks_at(step)
