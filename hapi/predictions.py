@@ -37,8 +37,9 @@ def in_batches(parts: list[Positioned], ordered: bool) -> list[Any]:
 
 def _on_its_own(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, without the rest of what it is a view of: of a part of the input, several batches' inputs."""
-    is_part = tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > 2 * tensor.nbytes
-    return tensor.clone() if is_part else tensor
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor
+    return tensor.clone() if tensor.untyped_storage().nbytes() > 2 * tensor.nbytes else tensor
 
 
 def stacked(parts: list[Positioned], ordered: bool) -> Any:

@@ -288,7 +288,7 @@ class Stepper:
         self._divides = self.window_open = False
 
     def evaluate(self, inputs: Inputs, labels: Any, size: int) -> Outcome:
-        """Loss and outputs of one batch by the bare network, without any collective. Called under torch.no_grad()."""
+        """Loss and outputs of one batch by the bare network, without any collective, gradients turned off before."""
         loss, outputs = self.prepared.precision.run(self.device, self._evaluated, inputs, labels, size)
         return Outcome(None, size, outputs) if loss is None else _outcome(loss, size, outputs)
 

@@ -75,11 +75,8 @@ def make_feed(data: Any, request: Request, device: torch.device) -> Feed:
     from hapi.data import foreign
 
     foreign.refuse(data, request.name, group.get_world_size())
-    if is_columns(data):
-        # What they cannot be is said in words before ranks compare them.
-        as_batch_source(data, request.floats)
     if _can_be_compared(data):
-        data = same_data(data, request.name)
+        data = _compared(data, request)
     feed = _choose(data, request, device)
     feed.floats = request.floats
     dataset = data.dataset if isinstance(data, DataLoader) else data
@@ -93,6 +90,16 @@ def make_feed(data: Any, request: Request, device: torch.device) -> Feed:
     if current is not None:
         current.take(feed)
     return feed
+
+
+def _compared(data: Any, request: Request) -> Any:
+    try:
+        return same_data(data, request.name)
+    except TypeError:
+        if is_columns(data):
+            # Ranks cannot compare what can be no data; alone, that is said here.
+            as_batch_source(data, request.floats)
+        raise
 
 
 @dataclass
