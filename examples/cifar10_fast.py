@@ -19,13 +19,11 @@ from torchvision.transforms import Compose, Normalize, RandomCrop, RandomHorizon
 import hapi
 from hapi.datasets import CIFAR10
 
-if {"-h", "--help"} & {*sys.argv}:
-    sys.exit(__doc__)
 epochs = int(sys.argv[1]) if len(sys.argv) > 1 else 15
 samples = int(sys.argv[2]) if len(sys.argv) > 2 else 50_000
+BATCH_SIZE = 512  # over all processes
 if not torch.cuda.is_available():
     print("No card here: this shows that the script runs. Neither its time nor its accuracy say anything.")
-BATCH_SIZE = 512  # over all processes
 hapi.seed(0)
 torch.backends.cudnn.benchmark = True
 
@@ -78,5 +76,4 @@ model = hapi.Model(net).prepare(
 model.evaluate(test, batch_size=1000, verbose=0)  # starts the card, outside of what is timed
 began = time.perf_counter()
 model.fit(train, epochs=epochs, global_batch_size=BATCH_SIZE)
-seconds = time.perf_counter() - began
-print(f"{seconds:.1f} s of training;", model.evaluate(test, batch_size=1000, verbose=0))
+print(f"{time.perf_counter() - began:.1f} s of training;", model.evaluate(test, batch_size=1000, verbose=0))
