@@ -56,7 +56,7 @@ def evaluating(network: nn.Module, images: Images, classes: torch.Tensor, batch_
             outputs = network(images(slice(start, start + batch_size)))
             loss_sum += cross_entropy(outputs, labels) * len(labels)
             correct += (outputs.argmax(1) == labels).sum()
-            # As bench_fit.py's loop, which overwrites them.
+            # Not kept while ours computes.
             del labels, outputs
             yield
 

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -167,12 +168,9 @@ def pinned() -> str:
 
 def beside() -> str:
     """See the module's text."""
-    before = os.environ.get("HAPI_KEEP_DATA")
-    os.environ["HAPI_KEEP_DATA"] = "0"
-    with tempfile.TemporaryDirectory() as folder:
+    with mock.patch.dict(os.environ, HAPI_KEEP_DATA="0"), tempfile.TemporaryDirectory() as folder:
         traced(80).export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
-    restore("HAPI_KEEP_DATA", before)
     copies = [event for event in events if event.get("cat") == "gpu_memcpy" and "HtoD" in event["name"]]
     # The running values of an epoch start with a few numbers that are copied where it computes.
     copies = [copy for copy in copies if copy["args"]["bytes"] >= 1 << 12]
@@ -184,34 +182,25 @@ def beside() -> str:
     return expect(bool(copies) and not streams[0] & streams[1] and meanwhile > 0, seen)
 
 
-def restore(name: str, value: str | None) -> None:
-    """Put an environment variable back."""
-    os.environ.pop(name, None)
-    if value is not None:
-        os.environ[name] = value
-
-
 def kept() -> str:
     """See the module's text."""
 
     def trained(keep: str) -> nn.Module:
-        os.environ["HAPI_KEEP_DATA"] = keep
         network = convolution(dropout=0.5)
         model = hapi.Model(network).prepare(sgd, nn.CrossEntropyLoss())
-        model.fit(images(300), images(70), epochs=3, batch_size=32, verbose=0, seed=0)
+        with mock.patch.dict(os.environ, HAPI_KEEP_DATA=keep):
+            model.fit(images(300), images(70), epochs=3, batch_size=32, verbose=0, seed=0)
         return network
 
-    before = os.environ.get("HAPI_KEEP_DATA")
     torch.use_deterministic_algorithms(True)
     apart = farthest(trained("1"), trained("0"))
     torch.use_deterministic_algorithms(False)
     copies = {}
     for keep in ("1", "0"):
-        os.environ["HAPI_KEEP_DATA"] = keep
-        more = profiled(40, 3)
-        more.subtract(profiled(40, 2))
+        with mock.patch.dict(os.environ, HAPI_KEEP_DATA=keep):
+            more = profiled(40, 3)
+            more.subtract(profiled(40, 2))
         copies[keep] = sum(count for name, count in more.items() if "-> Device" in name) / 40
-    restore("HAPI_KEEP_DATA", before)
     seen = f"weights {apart:.1e} apart; copies to the card a step {copies['1']:.2f}, from the host {copies['0']:.2f}"
     return expect(apart == 0, seen)
 

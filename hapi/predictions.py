@@ -28,11 +28,13 @@ def on_cpu(outputs: Any) -> Any:
 
 def in_batches(parts: list[Positioned], ordered: bool) -> list[Any]:
     """One entry per batch, in the data set's order; rank by rank where any rank's part has no place in one."""
-    ranks = group.gather_objects((parts, ordered))
+    # Before they travel: with a view goes all that it is a view of.
+    own = [(position, size, map_tensors(_on_its_own, outputs)) for position, size, outputs in parts]
+    ranks = group.gather_objects((own, ordered))
     gathered = [part for parts, _ in ranks for part in parts]
     if _agreed_order([ordered for _, ordered in ranks]):
         gathered.sort(key=lambda part: int(part[0].min()) if isinstance(part[0], torch.Tensor) else part[0])
-    return [map_tensors(_on_its_own, outputs) for _, _, outputs in gathered]
+    return [outputs for _, _, outputs in gathered]
 
 
 def _on_its_own(tensor: torch.Tensor) -> torch.Tensor:

@@ -87,19 +87,17 @@ class Tally:
         for metric in self._others:
             metric.update(outputs, labels)
         if self._joining:
-            for batch in self._waiting.take(outputs, labels):
-                for metric in self._joining:
-                    metric.update(*batch)
+            self._count(self._waiting.take(outputs, labels))
 
     @property
     def metrics(self) -> list[Metric]:
         """The metrics, which have taken in every batch."""
         with self._no_grad:
-            self._catch_up()
+            self._count(self._waiting.joined())
         return self._metrics
 
-    def _catch_up(self) -> None:
-        for batch in self._waiting.joined():
+    def _count(self, batches: Sequence[tuple[Any, Any]]) -> None:
+        for batch in batches:
             for metric in self._joining:
                 metric.update(*batch)
 
