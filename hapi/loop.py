@@ -22,6 +22,7 @@ from hapi.signals import stopped_by
 from hapi.step import Outcome, Stepper
 
 if TYPE_CHECKING:
+    from hapi.heap import Heap
     from hapi.resuming import Resumed
 
 
@@ -85,6 +86,7 @@ def fit(run: Run, plan: FitPlan, agreement: Agreement) -> None:
     logs: dict[str, float] = {}
     within = None
     run.stepper.begin(plan.resumed.form if plan.resumed else None)
+    heap = _heap(model.steps_trained)
     callbacks.call("on_train_begin")
     if plan.resumed is not None:
         callbacks.load_state_dict(plan.resumed.callbacks)
@@ -111,8 +113,7 @@ def fit(run: Run, plan: FitPlan, agreement: Agreement) -> None:
         _set_streams(run, rng.EPOCH_END, epoch)
         callbacks.end_epoch(epoch, logs, lambda: _agree_to_stop(plan, agreement))
         _leave_if_told(run, plan, agreement)
-        if plan.cursor.stopped:
-            break
+        heap.end_epoch(model.steps_trained)
     if callbacks.savers:
         plan.cursor.gather()
     callbacks.call("on_train_end", logs=logs)
@@ -120,6 +121,13 @@ def fit(run: Run, plan: FitPlan, agreement: Agreement) -> None:
     if agreement.signal:
         # All that was to be saved is saved.
         raise stopped_by(agreement.signal)
+
+
+def _heap(steps: int) -> Heap:
+    # Only for a process that trains.
+    from hapi.heap import Heap
+
+    return Heap(steps)
 
 
 def _evaluate_within(run: Run, plan: FitPlan, feed: Feed, agreement: Agreement) -> dict[str, float]:

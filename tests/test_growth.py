@@ -1,15 +1,21 @@
-"""What must not grow with the data: the memory for its order. One process and several read the same order."""
+"""What must not grow: memory with the data, for its order, and with epochs. All world sizes read the same order."""
 
 import json
+import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+import hapi
+import hapi.heap
 from hapi.data.order import _MOST_IN_MEMORY, GlobalOrder
 from hapi.data.permutation import LazyPermutation
+from hapi.heap import Heap
 
 MANY = 10**8
 
@@ -88,3 +94,53 @@ def test_a_hundred_million_samples_take_no_memory():
     # The data set is looked at by three samples on several ranks alone.
     assert len(set(found["drawn"])) == 24 and max(found["drawn"]) > MANY // 2
     assert found["in turn"] == list(range(24))
+
+
+def in_memory():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def free_in_pieces():
+    """Leave 40 MB of holes in the heap, none at its end, and return what keeps it so."""
+    # Below the size for which the C library asks the system each time.
+    large, small = [], []
+    for _ in range(1024):
+        large.append(torch.ones(10_000))
+        small.append(torch.ones(16))
+    return small
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_what_an_epoch_has_left_free_goes_back_to_the_system():
+    heap = Heap(steps=100)
+    kept = free_in_pieces()
+    before = in_memory()
+    heap.end_epoch(149)
+    assert abs(in_memory() - before) < 1
+    heap.end_epoch(150)
+    assert before - in_memory() > 30
+    assert len(kept) == 1024
+
+
+@pytest.mark.parametrize(("per_epoch", "after"), [(60, [1, 2, 3, 4]), (20, [3]), (50, [1, 2, 3, 4])])
+def test_it_goes_back_between_epochs_and_not_after_each_short_one(per_epoch, after, monkeypatch):
+    handed, epochs = [], []
+    monkeypatch.setattr(hapi.heap, "_trim", lambda: lambda keep: handed.append(len(epochs)))
+
+    class Ends(hapi.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            epochs.append(epoch)
+
+    network = nn.Linear(4, 3)
+    model = hapi.Model(network).prepare("sgd", nn.CrossEntropyLoss())
+    data = torch.ones(2 * per_epoch, 4), torch.zeros(2 * per_epoch, dtype=torch.int64)
+    model.fit(data, epochs=4, batch_size=2, verbose=0, callbacks=[Ends()])
+    assert handed == after
+    assert len(epochs) == 4
+
+
+def test_without_the_c_library_s_function_nothing_is_done(monkeypatch):
+    hapi.heap._trim.cache_clear()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert hapi.heap._trim()(0) == 0
+    hapi.heap._trim.cache_clear()

@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("hapi.session", "hapi.single", "hapi.flop_count"),
     ("hapi.loop", "hapi.engine", "hapi.report", "hapi.layer_table", "hapi.export", "hapi.trial"),
     ("hapi.resuming",),
-    ("hapi.setup", "hapi.agreement", "hapi.predictions", "hapi.cursor", "hapi.draws"),
+    ("hapi.setup", "hapi.agreement", "hapi.predictions", "hapi.cursor", "hapi.draws", "hapi.heap"),
     ("hapi.step", "hapi.data", "hapi.callbacks"),
     ("hapi.metrics", "hapi.checkpoint", "hapi.objective", "hapi.precision", "hapi.scheduling"),
     ("hapi.optimizers", "hapi.arguments", "hapi.tensorfile", "hapi.pairs", "hapi.fitting", "hapi.scores"),
