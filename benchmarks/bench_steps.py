@@ -88,6 +88,7 @@ class Turns:
 
         def wants_batch_logs(callbacks: CallbackList, kind: str, step: int) -> bool:
             due = turns._wants(callbacks, kind, step)
+            ours_ended = time.perf_counter()
             # A loop turns gradients off once a pass.
             with torch.set_grad_enabled(kind == "train"):
                 began = time.perf_counter()
@@ -95,7 +96,7 @@ class Turns:
                 ended = time.perf_counter()
             # A call's first step is not whole.
             if step and turns._last is not None:
-                turns.ours.append(began - turns._last)
+                turns.ours.append(ours_ended - turns._last)
                 turns.theirs.append(ended - began)
             turns._last = time.perf_counter()
             return due
