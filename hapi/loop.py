@@ -86,7 +86,7 @@ def fit(run: Run, plan: FitPlan, agreement: Agreement) -> None:
     logs: dict[str, float] = {}
     within = None
     run.stepper.begin(plan.resumed.form if plan.resumed else None)
-    heap = _heap(model.steps_trained)
+    heap = _heap()
     callbacks.call("on_train_begin")
     if plan.resumed is not None:
         callbacks.load_state_dict(plan.resumed.callbacks)
@@ -113,7 +113,7 @@ def fit(run: Run, plan: FitPlan, agreement: Agreement) -> None:
         _set_streams(run, rng.EPOCH_END, epoch)
         callbacks.end_epoch(epoch, logs, lambda: _agree_to_stop(plan, agreement))
         _leave_if_told(run, plan, agreement)
-        heap.end_epoch(model.steps_trained)
+        heap.end_epoch()
     if callbacks.savers:
         plan.cursor.gather()
     callbacks.call("on_train_end", logs=logs)
@@ -123,11 +123,11 @@ def fit(run: Run, plan: FitPlan, agreement: Agreement) -> None:
         raise stopped_by(agreement.signal)
 
 
-def _heap(steps: int) -> Heap:
+def _heap() -> Heap:
     # Only for a process that trains.
     from hapi.heap import Heap
 
-    return Heap(steps)
+    return Heap()
 
 
 def _evaluate_within(run: Run, plan: FitPlan, feed: Feed, agreement: Agreement) -> dict[str, float]:

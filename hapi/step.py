@@ -352,9 +352,7 @@ class Stepper:
         if overridden and kind == "train" and not self._has_graph and not self.window_open:
             checks.own_backward(self._parameters)
         value, outputs = checks.loss_and_outputs(returned)
-        # That of a default step is as `Objective` made it.
-        is_loss = value is None or (isinstance(value, Loss) and not overridden)
-        return value if is_loss else as_loss(value), outputs
+        return None if value is None else as_loss(value), outputs
 
     def _divide_by_weights(self) -> None:
         if not self._divides:

@@ -112,20 +112,48 @@ def free_in_pieces():
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_what_an_epoch_has_left_free_goes_back_to_the_system():
-    heap = Heap(steps=100)
     kept = free_in_pieces()
     before = in_memory()
-    heap.end_epoch(149)
-    assert abs(in_memory() - before) < 1
-    heap.end_epoch(150)
+    Heap().end_epoch()
     assert before - in_memory() > 30
     assert len(kept) == 1024
 
 
-@pytest.mark.parametrize(("per_epoch", "after"), [(60, [1, 2, 3, 4]), (20, [3]), (50, [1, 2, 3, 4])])
-def test_it_goes_back_between_epochs_and_not_after_each_short_one(per_epoch, after, monkeypatch):
+class Clock:
+    """A time that goes on where it is told to."""
+
+    def __init__(self):
+        self.now = 1000.0
+        self.trimmed = []
+
+    def trim(self, keep):
+        self.trimmed.append(self.now)
+        self.now += self.takes
+        return keep
+
+
+def test_it_takes_a_hundredth_of_the_time_at_most(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(hapi.heap.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(hapi.heap, "_trim", lambda: clock.trim)
+    heap = Heap()
+    clock.takes = 0.25
+    for _ in range(100):
+        heap.end_epoch()
+        clock.now += 1.0
+    # Each 25 seconds, and once at first.
+    assert clock.trimmed == [1000.0, 1025.25, 1050.5, 1075.75]
+    clock.takes = 0.0
+    for _ in range(100):
+        heap.end_epoch()
+        clock.now += 1.0
+    assert len(clock.trimmed) > 75
+
+
+def test_it_is_done_between_the_epochs_of_each_fit(monkeypatch):
     handed, epochs = [], []
     monkeypatch.setattr(hapi.heap, "_trim", lambda: lambda keep: handed.append(len(epochs)))
+    monkeypatch.setattr(hapi.heap, "_SHARE", 1e9)
 
     class Ends(hapi.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -133,14 +161,34 @@ def test_it_goes_back_between_epochs_and_not_after_each_short_one(per_epoch, aft
 
     network = nn.Linear(4, 3)
     model = hapi.Model(network).prepare("sgd", nn.CrossEntropyLoss())
-    data = torch.ones(2 * per_epoch, 4), torch.zeros(2 * per_epoch, dtype=torch.int64)
-    model.fit(data, epochs=4, batch_size=2, verbose=0, callbacks=[Ends()])
-    assert handed == after
-    assert len(epochs) == 4
+    data = torch.ones(4, 4), torch.zeros(4, dtype=torch.int64)
+    for _ in range(2):
+        model.fit(data, epochs=2, batch_size=2, verbose=0, callbacks=[Ends()])
+    assert handed == [1, 2, 3, 4]
 
 
-def test_without_the_c_library_s_function_nothing_is_done(monkeypatch):
-    hapi.heap._trim.cache_clear()
+class Without:
+    """A C library that has no such function."""
+
+    def __init__(self, name):
+        assert name is None
+
+
+def refused(name):
+    raise PermissionError("no dlopen")
+
+
+@pytest.mark.parametrize("library", [Without, refused])
+def test_without_the_c_library_s_function_nothing_is_done(library, monkeypatch):
+    monkeypatch.setattr("ctypes.CDLL", library)
+    assert hapi.heap._trim.__wrapped__() is hapi.heap._nothing
+
+
+def test_elsewhere_and_where_the_user_has_said_what_is_kept_nothing_is_done(monkeypatch):
+    looked_up = hapi.heap._trim.__wrapped__
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000000")
+    assert looked_up() is hapi.heap._nothing
+    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_")
+    assert (looked_up() is hapi.heap._nothing) == (platform.libc_ver()[0] != "glibc")
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert hapi.heap._trim()(0) == 0
-    hapi.heap._trim.cache_clear()
+    assert looked_up() is hapi.heap._nothing

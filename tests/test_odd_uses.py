@@ -556,3 +556,38 @@ def test_numpys_numbers_are_numbers() -> None:
     subject = prepared(clip_grad_norm=np.float32(1e-3))
     subject.fit((X, Y), seed=np.int64(0), num_workers=np.int64(0), verbose=0)
     assert subject.evaluate((X, Y), num_workers=np.int64(0), verbose=0)["loss"] > 0
+
+
+def some_ignored() -> torch.Tensor:
+    return torch.where(Y > 3, -100, Y)
+
+
+@pytest.mark.parametrize("labels", [Y, some_ignored()], ids=["all count", "some are ignored"])
+def test_a_cross_entropy_with_a_hook_may_give_one_number_in_any_shape(labels):
+    hooked = nn.CrossEntropyLoss()
+    hooked.register_forward_hook(lambda module, given, loss: loss.reshape(1))
+    for method in ("fit", "train_batch"):
+        model = prepared(loss=hooked)
+        if method == "fit":
+            model.fit((X, labels), batch_size=53, verbose=0)
+        else:
+            model.train_batch(X, labels)
+        close(model.network, stepped(lambda net: cross_entropy(net(X), labels)))
+    expected = cross_entropy(network()(X), labels).item()
+    assert prepared(loss=hooked).evaluate((X, labels), verbose=0)["loss"] == pytest.approx(expected)
+    assert prepared(loss=hooked).eval_batch(X, labels)["loss"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("labels", [Y, some_ignored()], ids=["all count", "some are ignored"])
+def test_a_cross_entropy_with_a_hook_that_gives_a_number_a_sample_is_refused(labels):
+    hooked = nn.CrossEntropyLoss()
+    hooked.register_forward_hook(lambda module, given, loss: loss * torch.ones(len(labels)))
+    model = prepared(loss=hooked)
+    for call in (
+        lambda: model.fit((X, labels), verbose=0),
+        lambda: model.evaluate((X, labels), verbose=0),
+        lambda: model.train_batch(X, labels),
+        lambda: model.eval_batch(X, labels),
+    ):
+        with pytest.raises(ValueError, match="not one number to minimize"):
+            call()
