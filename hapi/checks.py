@@ -128,7 +128,7 @@ def loss_and_outputs(returned: Any) -> tuple[Any, Any]:
     """
     if isinstance(returned, tuple | list) and len(returned) == 2:
         value, outputs = returned
-        a_number = not outputs.dim() if isinstance(outputs, torch.Tensor) else isinstance(outputs, int | float)
+        a_number = isinstance(outputs, int | float) or (isinstance(outputs, torch.Tensor) and not outputs.dim())
         # A network may compute its loss itself, and have no other outputs.
         if not a_number or outputs is value:
             return value, outputs

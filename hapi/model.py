@@ -364,12 +364,12 @@ class Model:
             `super().train_step` gives as loss may be added to and scaled; it is a tensor, or a `Loss` that knows its
             weight, whose `mean` is one.
         """
-        outputs = call_network(self._engine.network, inputs)
+        outputs = call_network(self.network, inputs)
         return self._engine.loss_of(outputs, labels), outputs
 
     def eval_step(self, inputs: Inputs, labels: Any) -> tuple[Any, Any]:
         """The same for evaluation, under torch.no_grad(). The loss may be None where there is none."""
-        outputs = call_network(self._engine.network, inputs)
+        outputs = call_network(self.network, inputs)
         if self._engine.prepared.objective.missing and not holds_loss(outputs):
             return None, outputs
         return self._engine.loss_of(outputs, labels), outputs

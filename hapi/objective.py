@@ -224,8 +224,8 @@ def as_loss(value: Any) -> Loss:
     if isinstance(value, Loss):
         # A penalty that was added to it may have given it a shape.
         return value if value.value.dim() == 0 else Loss(as_loss(value.value).value, value.weight)
-    if isinstance(value, torch.Tensor) and ((dimensions := value.dim()) == 0 or value.numel() == 1):
-        return Loss(value.reshape(()) if dimensions else value, None)
+    if isinstance(value, torch.Tensor) and (value.dim() == 0 or value.numel() == 1):
+        return Loss(value if value.dim() == 0 else value.reshape(()), None)
     if isinstance(value, tuple | list) and len(value) == 2:
         total, count = value
         if isinstance(total, torch.Tensor) and total.numel() == 1:

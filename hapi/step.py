@@ -93,7 +93,7 @@ class Stepper:
         self.prepared = prepared
         self.device = device
         self.computes = {"train": train_step, "eval": eval_step}
-        self._overridden = {kind: is_overridden(step) for kind, step in self.computes.items()}
+        self._overrides_step = is_overridden(train_step)
         self._world_size = group.get_world_size()
         self._has_graph = False
         self._last_rate: float | torch.Tensor = 0.0
@@ -289,8 +289,12 @@ class Stepper:
 
     def evaluate(self, inputs: Inputs, labels: Any, size: int) -> Outcome:
         """Loss and outputs of one batch by the bare network, without any collective, gradients turned off before."""
-        loss, outputs = self.prepared.precision.run(self.device, self._stepped, "eval", inputs, labels, size)
+        loss, outputs = self.prepared.precision.run(self.device, self._evaluated, inputs, labels, size)
         return Outcome(None, size, outputs) if loss is None else _outcome(loss, size, outputs)
+
+    def _evaluated(self, inputs: Inputs, labels: Any, size: int) -> tuple[Loss | None, Any]:
+        value, outputs = checks.loss_and_outputs(self._explained(self.computes["eval"], inputs, labels, size))
+        return None if value is None else as_loss(value), outputs
 
     def predict(self, inputs: Inputs) -> Any:
         """The bare network's outputs."""
@@ -331,28 +335,27 @@ class Stepper:
         return loss.value, probe * (size if loss.weight is None else loss.weight.detach().to(probe)), outcome
 
     def _trained(self, inputs: Inputs, labels: Any, size: int) -> tuple[Loss, Any]:
-        value, outputs = self._stepped("train", inputs, labels, size)
-        # A train_step cannot leave the loss out: in words.
-        loss = as_loss(None) if value is None else value
-        if torch.is_grad_enabled():
-            checks.check_loss_has_graph(loss.value, self.network)
-            self._has_graph = True
-        return loss, outputs
+        returned = self._explained(self.computes["train"], inputs, labels, size)
+        if self._overrides_step and not self._has_graph and not self.window_open:
+            checks.own_backward(self._parameters)
+        value, outputs = checks.loss_and_outputs(returned)
+        return self._as_loss(value), outputs
 
-    def _stepped(self, kind: str, inputs: Inputs, labels: Any, size: int) -> tuple[Loss | None, Any]:
-        """What the user's step, or the default one, gives, checked; only an `eval_step` may give no loss."""
-        overridden = self._overridden[kind]
+    def _explained(self, step: StepFunction, inputs: Inputs, labels: Any, size: int) -> Any:
         try:
-            returned = self.computes[kind](inputs, labels)
+            return step(inputs, labels)
         except (TypeError, ValueError, AttributeError) as error:
-            cause = checks.why_step_failed(error, self.network, size, overridden)
+            cause = checks.why_step_failed(error, self.network, size, is_overridden(step))
             if cause is not None:
                 raise cause from error
             raise
-        if overridden and kind == "train" and not self._has_graph and not self.window_open:
-            checks.own_backward(self._parameters)
-        value, outputs = checks.loss_and_outputs(returned)
-        return None if value is None else as_loss(value), outputs
+
+    def _as_loss(self, value: Any) -> Loss:
+        loss = as_loss(value)
+        if torch.is_grad_enabled():
+            checks.check_loss_has_graph(loss.value, self.network)
+            self._has_graph = True
+        return loss
 
     def _divide_by_weights(self) -> None:
         if not self._divides:
