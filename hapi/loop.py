@@ -22,7 +22,6 @@ from hapi.signals import stopped_by
 from hapi.step import Outcome, Stepper
 
 if TYPE_CHECKING:
-    from hapi.heap import Heap
     from hapi.resuming import Resumed
 
 
@@ -86,7 +85,6 @@ def fit(run: Run, plan: FitPlan, agreement: Agreement) -> None:
     logs: dict[str, float] = {}
     within = None
     run.stepper.begin(plan.resumed.form if plan.resumed else None)
-    heap = _heap()
     callbacks.call("on_train_begin")
     if plan.resumed is not None:
         callbacks.load_state_dict(plan.resumed.callbacks)
@@ -113,7 +111,7 @@ def fit(run: Run, plan: FitPlan, agreement: Agreement) -> None:
         _set_streams(run, rng.EPOCH_END, epoch)
         callbacks.end_epoch(epoch, logs, lambda: _agree_to_stop(plan, agreement))
         _leave_if_told(run, plan, agreement)
-        heap.end_epoch()
+        _hand_back_memory()
     if callbacks.savers:
         plan.cursor.gather()
     callbacks.call("on_train_end", logs=logs)
@@ -123,11 +121,11 @@ def fit(run: Run, plan: FitPlan, agreement: Agreement) -> None:
         raise stopped_by(agreement.signal)
 
 
-def _heap() -> Heap:
+def _hand_back_memory() -> None:
     # Only for a process that trains.
-    from hapi.heap import Heap
+    from hapi import heap
 
-    return Heap()
+    heap.of_process.end_epoch()
 
 
 def _evaluate_within(run: Run, plan: FitPlan, feed: Feed, agreement: Agreement) -> dict[str, float]:

@@ -167,6 +167,20 @@ def test_it_is_done_between_the_epochs_of_each_fit(monkeypatch):
     assert handed == [1, 2, 3, 4]
 
 
+def test_many_short_fits_do_not_each_begin_by_paying(monkeypatch):
+    clock = Clock()
+    clock.takes = 1000.0
+    monkeypatch.setattr(hapi.heap, "of_process", Heap())
+    monkeypatch.setattr(hapi.heap, "_trim", lambda: clock.trim)
+    monkeypatch.setattr(hapi.heap.time, "perf_counter", lambda: clock.now)
+    network = nn.Linear(4, 3)
+    model = hapi.Model(network).prepare("sgd", nn.CrossEntropyLoss())
+    data = torch.ones(4, 4), torch.zeros(4, dtype=torch.int64)
+    for _ in range(3):
+        model.fit(data, epochs=1, batch_size=2, verbose=0)
+    assert clock.trimmed == [1000.0]
+
+
 class Without:
     """A C library that has no such function."""
 
