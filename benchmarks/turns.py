@@ -6,7 +6,8 @@ ratio is taken between laps that follow one another, and the median over all lap
 speed drifts by 20 % within a minute, whole runs after one another would say nothing about 3 %.
 
 A way's program calls `Laps.mark` at the end of each lap, which hands the turn back and waits for the next one; what
-lies between two marks is what is timed. Its last call ends the program.
+lies between two marks is what is timed. Its last call ends the program. One whose laps take seconds hands the turn on
+within them too, by `Laps.pause`: a machine's speed may well change within a second.
 """
 
 from __future__ import annotations
@@ -41,6 +42,31 @@ class Laps:
             host, port = address.split(":")
             self._driver = Client((host, int(port)))
         self._began: tuple[float, float] | None = None
+        self._before = (0.0, 0.0)
+        """What the lap had taken up to its last pause."""
+
+    def pause(self) -> None:
+        """Let the others come up to here in their laps, which takes nothing of this one's time."""
+        if self._driver is None or self._began is None:
+            return
+        self._before = self._taken()
+        self._hand_on(None)
+        self._began = _now()
+
+    def _hand_on(self, message: dict[str, float] | None) -> None:
+        assert self._driver is not None
+        self._driver.send(message)
+        if not self._driver.recv():
+            sys.stdout.flush()
+            # At once: what a trainer does after its last epoch is not part of a lap.
+            os._exit(0)
+
+    def _taken(self) -> tuple[float, float]:
+        """Seconds of this lap, elapsed and of CPU time."""
+        assert self._began is not None
+        parts = zip(self._before, self._began, _now(), strict=True)
+        elapsed, cpu = (before + now - then for before, then, now in parts)
+        return elapsed, cpu
 
     def mark(self, **values: float) -> None:
         """End a lap and wait for the turn to begin the next one. The first call ends the warm-up.
@@ -53,17 +79,13 @@ class Laps:
         """
         lap = None
         if self._began is not None:
-            elapsed, cpu = (now - then for now, then in zip(_now(), self._began, strict=True))
+            elapsed, cpu = self._taken()
             lap = {"elapsed": elapsed, "cpu": cpu, "peak": peak_memory()} | values
         if self._driver is None:
             print(lap, file=sys.stderr)
         else:
-            self._driver.send(lap)
-            if not self._driver.recv():
-                sys.stdout.flush()
-                # At once: what a trainer does after its last epoch is not part of a lap.
-                os._exit(0)
-        self._began = _now()
+            self._hand_on(lap)
+        self._began, self._before = _now(), (0.0, 0.0)
 
 
 def _now() -> tuple[float, float]:
@@ -127,13 +149,16 @@ class Way:
                 raise SystemExit(f"{self.name} ended early:\n{self.log.read_text(errors='replace')[-4000:]}") from None
         return messages
 
-    def lap(self) -> None:
-        """Let it do a lap while all others wait."""
+    def turn(self) -> bool:
+        """Let it go on while all others wait; whether it has ended its lap, or else paused in it."""
         for connection in self.connections:
             connection.send(True)
         ranks = self._receive()
+        if None in ranks:
+            return False
         total = {key: sum(rank[key] for rank in ranks) for key in ("cpu", "peak")}
         self.laps.append({**ranks[0], **total, "elapsed": max(rank["elapsed"] for rank in ranks)})
+        return True
 
     def stop(self) -> None:
         """End the processes."""
@@ -165,8 +190,9 @@ def compare(ways: Sequence[Way], laps: int, log: Path, rounds: int = 1) -> None:
             for way in ways:
                 way.start(log)
             for number in range(laps):
-                for way in ways if number % 2 == 0 else reversed(ways):
-                    way.lap()
+                running = list(ways if number % 2 == 0 else reversed(ways))
+                while running:
+                    running = [way for way in running if not way.turn()]
         finally:
             for way in ways:
                 way.stop()

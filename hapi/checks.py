@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -139,6 +139,11 @@ def loss_and_outputs(returned: Any) -> tuple[Any, Any]:
         f"The step returned {found}, so there are no outputs for the metrics. Write `return loss, outputs`; a loss "
         "that knows its own weight is a pair in it: `return (sum, count), outputs`."
     )
+
+
+def is_overridden(step: Callable[..., Any]) -> bool:
+    """Whether a `train_step` or `eval_step` is the user's own, in place of `Model`'s."""
+    return defined_in(step) not in ("hapi.model", "hapi.step")
 
 
 def why_step_failed(error: Exception, network: nn.Module, size: int, overridden: bool) -> Exception | None:
@@ -293,14 +298,14 @@ def element_labels(loss: Any, outputs: Any, labels: Any) -> None:
         )
 
 
-def explained(objective: Objective, outputs: Any, labels: Any) -> Any:
-    """Compute a loss; where torch refuses, look for the cause in the labels and say it.
+def explained(loss: Callable[..., Any], objective: Objective, outputs: Any, labels: Any) -> Any:
+    """Compute a loss, the objective or its own; where torch refuses, look for the cause in the labels and say it.
 
     Raises:
         ValueError: The labels do not fit the loss, or there are none.
     """
     try:
-        return objective(outputs, labels)
+        return loss(outputs, labels)
     except (RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
         cause = _label_fault(error, outputs, labels, objective.ignored_label)
         if cause is not None:

@@ -21,7 +21,7 @@ from hapi.callbacks.base import CallbackList
 from hapi.data import Feed
 from hapi.distributed import group
 from hapi.metrics.base import Metric
-from hapi.step import Prepared, Stepper, is_overridden
+from hapi.step import Prepared, Stepper
 
 _TORCHS = "torch.nn."
 _LAYERS = (_TORCHS, "torchvision.models.", "torchvision.ops.")
@@ -62,7 +62,7 @@ def setter(kind: str, feed: Feed, stepper: Stepper, metrics: list[Metric], callb
         or not all(map(_is_torchs_loss, losses))
         or any(getattr(of_all_modules, f"_global{hooks}") for hooks in _CALLS)
         or (kind == "train" and not _trains_by_torch(stepper.prepared, stepper.network))
-        or (kind != "predict" and (is_overridden(stepper.computes[kind]) or not all(map(_is_ours, metrics))))
+        or (kind != "predict" and (checks.is_overridden(stepper.computes[kind]) or not all(map(_is_ours, metrics))))
     )
     if called_by_others:
         return rng.set_streams

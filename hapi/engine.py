@@ -16,7 +16,7 @@ from hapi.cursor import Cursor
 from hapi.data import Feed
 from hapi.distributed import group
 from hapi.optimizers import load_optimizer
-from hapi.step import Prepared, StepFunction, Stepper, is_overridden
+from hapi.step import Prepared, StepFunction, Stepper
 
 
 class Engine:
@@ -48,10 +48,9 @@ class Engine:
         """The cursor's state at the end of the last fit, or of a checkpoint that was loaded since, and of how many
         ranks it is; the data itself is let go."""
         self._steps = (train_step, eval_step)
-        self._overrides_steps = any(map(is_overridden, self._steps))
+        self._overrides_steps = any(map(checks.is_overridden, self._steps))
         self._stepper: Stepper | None = None
         self._label_span: tuple[int, int] | None = None
-        self._seen: set[bool] = set()
         self._shapes_known = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -84,6 +83,9 @@ class Engine:
 
     def prepare(self, prepared: Prepared) -> None:
         """Take over what `Model.prepare` was given; the network is wrapped anew at the next call."""
+        if self._stepper is not None:
+            # A call under way goes on with its optimizer, but asks `loss_of` for the loss.
+            self._stepper.direct.clear()
         self.prepared = prepared
         self._stepper = None
 
@@ -132,9 +134,9 @@ class Engine:
         """
         objective = self.prepared.objective
         training = torch.is_grad_enabled()
-        if training not in self._seen:
-            is_first = not self._seen
-            self._seen.add(training)
+        if training not in objective.looked_at:
+            is_first = not objective.looked_at
+            objective.looked_at.add(training)
             for loss, output, label in objective.pairs(outputs, labels):
                 checks.element_labels(loss, output, label)
                 if is_first:
@@ -147,7 +149,7 @@ class Engine:
                 if self._label_span is not None:
                     classes = outputs.shape[1 if outputs.dim() > 1 else 0]
                     checks.label_range(*self._label_span, classes)
-        loss = checks.explained(objective, outputs, labels)
+        loss = checks.explained(objective, objective, outputs, labels)
         # An overridden step computes with it, as with any tensor.
         return loss.value if loss.weight is None and self._overrides_steps else loss
 
@@ -180,8 +182,9 @@ class Engine:
 
         What was found out about the labels holds for this call's data alone.
         """
-        outer = self._seen, self._label_span, self.prepared.objective.counts
-        self._seen, self._shapes_known, self._label_span = set(), False, None
+        objective = self.prepared.objective
+        outer = self._label_span, objective.looked_at, objective.counts
+        self._shapes_known, self._label_span, objective.looked_at = False, None, set()
         self.running.append(callbacks)
         try:
             yield
@@ -190,7 +193,7 @@ class Engine:
             raise
         finally:
             self.running.pop()
-            self._seen, self._label_span, self.prepared.objective.counts = outer
+            self._label_span, objective.looked_at, objective.counts = outer
 
     def training_state(self, counters: dict[str, int]) -> dict[str, Any]:
         """What goes into `path.opt.pt`: one entry for each of `checkpoint.TRAINING_STATES`."""

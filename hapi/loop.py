@@ -18,8 +18,9 @@ from hapi.data import BEGINNING, Feed, Piece, Start
 from hapi.distributed import group
 from hapi.metrics.base import Metric
 from hapi.metrics.tally import Tally
+from hapi.outcome import Outcome
 from hapi.signals import stopped_by
-from hapi.step import Outcome, Stepper
+from hapi.step import Stepper
 
 if TYPE_CHECKING:
     from hapi.resuming import Resumed

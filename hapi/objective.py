@@ -122,6 +122,9 @@ class Objective:
 
     def __init__(self, loss: Callable[..., Any] | Sequence[Callable[..., Any]] | None) -> None:
         self.module = loss if isinstance(loss, nn.Module) else None
+        self.single = None if isinstance(loss, Sequence) else loss
+        """The loss itself, where it is one."""
+        self.missing = loss is None
         if isinstance(loss, Sequence):
             self.module = nn.ModuleList([part for part in loss if isinstance(part, nn.Module)])
             for part in loss:
@@ -134,6 +137,8 @@ class Objective:
         self._known = _known_form(loss)
         # Counting costs two small kernels a step; a pass over labels that hold no ignored one turns it off.
         self.counts = self._known is not None
+        self.looked_at: set[bool] = set()
+        """Of which steps of a call, True those of training, a first batch was compared with the loss."""
 
     def to(self, device: torch.device) -> None:
         """Move what the loss holds, such as class weights, to a device."""
@@ -171,11 +176,6 @@ class Objective:
     def losses(self) -> list[Any]:
         """The losses whose values are added; None where there is none."""
         return list(self._loss.losses) if isinstance(self._loss, _Sum) else [self._loss]
-
-    @property
-    def missing(self) -> bool:
-        """Whether no loss was given."""
-        return self._loss is None
 
     @property
     def ignored_label(self) -> int | None:

@@ -13,7 +13,8 @@ from hapi.batch import Inputs, floats_for, leaves, map_tensors, move, size_of
 from hapi.distributed import group
 from hapi.metrics.base import OPEN
 from hapi.metrics.tally import Tally
-from hapi.step import Outcome, Stepper
+from hapi.outcome import Outcome
+from hapi.step import Stepper
 
 if TYPE_CHECKING:
     from hapi.engine import Engine

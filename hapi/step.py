@@ -18,20 +18,16 @@ from torch import nn
 
 from hapi import checks
 from hapi.arguments import Switches
-from hapi.batch import Inputs, call_network, leaves, map_tensors
+from hapi.batch import Inputs, call_network, map_tensors
 from hapi.distributed import group
 from hapi.distributed.parallel import GradientExchange, Replica
 from hapi.objective import Loss, Objective, as_loss, wrong_count
+from hapi.outcome import Outcome, nonzero, usual_outcome, without_rows, zero_of
 from hapi.precision import Precision
 from hapi.scheduling import Schedule, rate_of
 
 StepFunction = Callable[[Any, Any], tuple[Any, Any]]
 """`train_step` or `eval_step`: (inputs, labels) -> (loss, outputs)."""
-
-
-def is_overridden(step: StepFunction) -> bool:
-    """Whether a step is the user's own, in place of `Model`'s."""
-    return checks.defined_in(step) != "hapi.model"
 
 
 class _Form(NamedTuple):
@@ -41,16 +37,6 @@ class _Form(NamedTuple):
     scale: float
     """What sums are divided by before they are backpropagated: about one batch's weight, so that they stay in the
     range of half precision; a power of two, so that it changes no bit."""
-
-
-class Outcome(NamedTuple):
-    """What one batch gave, detached."""
-
-    loss: torch.Tensor | None
-    """Mean over the batch."""
-    weight: int | torch.Tensor
-    """How much it weighs in a mean over batches: samples, or the loss's own count."""
-    outputs: Any
 
 
 @dataclass
@@ -93,8 +79,9 @@ class Stepper:
         self.prepared = prepared
         self.device = device
         self.computes = {"train": train_step, "eval": eval_step}
-        self._overrides_step = is_overridden(train_step)
+        self._overrides_step = checks.is_overridden(train_step)
         self._world_size = group.get_world_size()
+        self.direct = self._direct_kinds()
         self._has_graph = False
         self._last_rate: float | torch.Tensor = 0.0
         self._form: _Form | None = None
@@ -122,6 +109,12 @@ class Stepper:
             self._form = _Form(*form[:2])
         self._take_parameters()
         self.clear()
+
+    def _direct_kinds(self) -> set[str]:
+        """Of which kinds steps are computed by `_directly`: in full precision, by one loss, in training alone."""
+        plain = self.prepared.precision.dtype is None and self.prepared.objective.single is not None
+        kinds = [kind for kind, step in self.computes.items() if plain and not checks.is_overridden(step)]
+        return {kind for kind in kinds if kind == "eval" or self._world_size == 1}
 
     def _take_parameters(self) -> None:
         """See what the network has now; at its making too, for batches that belong to no fit."""
@@ -180,7 +173,7 @@ class Stepper:
         outcome = None
         with self.exchange.accumulating(last):
             if inputs is not None:
-                value, carried, outcome = self.exchange.forward(inputs, labels, size, window_total)
+                value, carried, outcome = self._forward(inputs, labels, size, window_total)
                 self._agree_on_form(outcome, window_total)
                 self._backpropagate(value, carried, outcome, size, window_total, last)
             else:
@@ -190,6 +183,32 @@ class Stepper:
         if last:
             self.exchange.complete()
         return outcome
+
+    def _forward(self, inputs: Inputs, labels: Any, size: int, window_total: int | None) -> Any:
+        """One forward pass of training: what `_backpropagate` takes."""
+        if window_total is None or not self._goes_directly("train", labels):
+            return self.exchange.forward(inputs, labels, size, window_total)
+        value, outputs = self._explained(self._directly, inputs, labels, size)
+        outcome = usual_outcome(value, outputs, size)
+        if outcome is not None and value.requires_grad:
+            return value, None, outcome
+        value, outputs = checks.loss_and_outputs((value, outputs))
+        return self._weighed(self._as_loss(value), outputs, size, window_total)
+
+    def _goes_directly(self, kind: str, labels: Any) -> bool:
+        objective = self.prepared.objective
+        looked_at = (kind == "train") in objective.looked_at
+        return kind in self.direct and looked_at and not objective.counts and isinstance(labels, torch.Tensor)
+
+    def _directly(self, inputs: Inputs, labels: Any) -> tuple[Any, Any]:
+        """What `Model.train_step` and `eval_step` compute of all batches but the first, which is looked at closely.
+
+        In a small network's step each call of Python's costs a microsecond: it finds nothing in the caches.
+        """
+        objective, outputs = self.prepared.objective, call_network(self.network, inputs)
+        # Several outputs are spread.
+        loss = objective.single if isinstance(outputs, torch.Tensor) and objective.single is not None else objective
+        return checks.explained(loss, objective, outputs, labels), outputs
 
     def _pass_without_samples(self, window_total: int | None) -> None:
         if self.prepared.scaler is not None:
@@ -208,7 +227,7 @@ class Stepper:
 
     def _agree_on_empty_inputs(self, inputs: Inputs | None) -> None:
         """Before the first forward of a fit: inputs without samples, for ranks that have had none yet too."""
-        own = None if inputs is None else map_tensors(_without_rows, inputs)
+        own = None if inputs is None else map_tensors(without_rows, inputs)
         ranks = group.gather_objects(own)
         empty = next(entry for entry in ranks if entry is not None)
         self._without_samples = map_tensors(lambda tensor: tensor.to(self.device), empty)
@@ -289,8 +308,15 @@ class Stepper:
 
     def evaluate(self, inputs: Inputs, labels: Any, size: int) -> Outcome:
         """Loss and outputs of one batch by the bare network, without any collective, gradients turned off before."""
+        if self._goes_directly("eval", labels):
+            value, outputs = self._explained(self._directly, inputs, labels, size)
+            outcome = usual_outcome(value, outputs, size)
+            if outcome is not None:
+                return outcome
+            value, outputs = checks.loss_and_outputs((value, outputs))
+            return Outcome.of(as_loss(value), size, outputs)
         loss, outputs = self.prepared.precision.run(self.device, self._evaluated, inputs, labels, size)
-        return Outcome(None, size, outputs) if loss is None else _outcome(loss, size, outputs)
+        return Outcome(None, size, outputs) if loss is None else Outcome.of(loss, size, outputs)
 
     def _evaluated(self, inputs: Inputs, labels: Any, size: int) -> tuple[Loss | None, Any]:
         value, outputs = checks.loss_and_outputs(self._explained(self.computes["eval"], inputs, labels, size))
@@ -323,14 +349,17 @@ class Stepper:
         """The forward pass of training, inside DDP's: what `_backpropagate` takes; without samples a zero."""
         run = self.prepared.precision.run
         if size == 0 and self._meets_in_forward:
-            return _zero_of(run(self.device, call_network, self.network, inputs))
-        loss, outputs = run(self.device, self._trained, inputs, labels, size)
-        outcome = _outcome(loss, size, outputs)
+            return zero_of(run(self.device, call_network, self.network, inputs))
+        return self._weighed(*run(self.device, self._trained, inputs, labels, size), size, window_total)
+
+    def _weighed(self, loss: Loss, outputs: Any, size: int, window_total: int | None) -> Any:
+        """What `_backpropagate` takes of a batch's loss."""
+        outcome = Outcome.of(loss, size, outputs)
         if loss.weight is None and window_total is not None:
             return loss.value, None, outcome
         # Alone and with nothing to wait for, a batch's own mean is the window's.
         if loss.weight is not None and self._world_size == 1 and window_total == size:
-            return loss.value / _nonzero(loss.weight), None, outcome
+            return loss.value / nonzero(loss.weight), None, outcome
         probe = self.exchange.replica.probe
         return loss.value, probe * (size if loss.weight is None else loss.weight.detach().to(probe)), outcome
 
@@ -345,7 +374,7 @@ class Stepper:
         try:
             return step(inputs, labels)
         except (TypeError, ValueError, AttributeError) as error:
-            cause = checks.why_step_failed(error, self.network, size, is_overridden(step))
+            cause = checks.why_step_failed(error, self.network, size, checks.is_overridden(step))
             if cause is not None:
                 raise cause from error
             raise
@@ -364,33 +393,7 @@ class Stepper:
         if probe.grad is None:
             return
         # A window in which nothing counts (all labels ignored) has zero sums: they stay zero.
-        weight = _nonzero(probe.grad)
+        weight = nonzero(probe.grad)
         for parameter in self._parameters:
             if parameter.grad is not None and parameter is not probe:
                 parameter.grad.div_(weight.to(parameter.grad.device))
-
-
-def _outcome(loss: Loss, size: int, outputs: Any) -> Outcome:
-    value = _without_graph(loss.value)
-    outputs = _without_graph(outputs) if isinstance(outputs, torch.Tensor) else map_tensors(_without_graph, outputs)
-    if loss.weight is None:
-        return Outcome(value, size, outputs)
-    return Outcome(value / _nonzero(loss.weight), loss.weight, outputs)
-
-
-def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach() if tensor.requires_grad else tensor
-
-
-def _without_rows(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor[:0] if tensor.dim() else tensor).detach().cpu()
-
-
-def _zero_of(outputs: Any) -> torch.Tensor:
-    """Zero, with the graph of outputs without samples behind it."""
-    parts = [leaf.sum() for leaf in leaves(outputs) if leaf.is_floating_point()]
-    return torch.stack(parts).sum() * 0 if parts else torch.zeros(())
-
-
-def _nonzero(count: torch.Tensor) -> torch.Tensor:
-    return torch.where(count == 0, torch.ones_like(count), count)

@@ -19,7 +19,7 @@ from hapi.callbacks.base import CallbackList
 from hapi.data import Feed, Piece, Request, make_feed
 from hapi.distributed import group
 from hapi.metrics.tally import Tally
-from hapi.step import Outcome
+from hapi.outcome import Outcome
 from hapi.trial import untouched
 
 if TYPE_CHECKING:

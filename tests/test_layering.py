@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("hapi.resuming",),
     ("hapi.setup", "hapi.agreement", "hapi.predictions", "hapi.cursor", "hapi.draws", "hapi.heap"),
     ("hapi.step", "hapi.data", "hapi.callbacks"),
-    ("hapi.metrics", "hapi.checkpoint", "hapi.objective", "hapi.precision", "hapi.scheduling"),
+    ("hapi.metrics", "hapi.checkpoint", "hapi.objective", "hapi.outcome", "hapi.precision", "hapi.scheduling"),
     ("hapi.optimizers", "hapi.arguments", "hapi.tensorfile", "hapi.pairs", "hapi.fitting", "hapi.scores"),
     ("hapi.checks", "hapi.files", "hapi.modes", "hapi.restore", "hapi.datasets", "hapi.signals", "hapi.writer"),
     ("hapi.batch", "hapi.distributed"),

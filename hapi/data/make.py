@@ -16,7 +16,6 @@ from hapi import rng
 from hapi.batch import map_tensors
 from hapi.data.feeds import BEGINNING, DatasetFeed, Feed, LocalFeed, Piece, Start
 from hapi.data.order import GlobalOrder
-from hapi.data.sameness import same_data
 from hapi.data.sources import as_batch_source, is_columns
 from hapi.data.streams import (
     BatchesFeed,
@@ -93,6 +92,11 @@ def make_feed(data: Any, request: Request, device: torch.device) -> Feed:
 
 
 def _compared(data: Any, request: Request) -> Any:
+    if group.get_world_size() == 1:
+        return data
+    # Only for a process among others.
+    from hapi.data.sameness import same_data
+
     try:
         return same_data(data, request.name)
     except TypeError:

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from hapi.batch import is_array
+from hapi.data import samples
 from hapi.data.sources import viewed
 from hapi.distributed import group
 
@@ -19,7 +20,7 @@ _PIECE_BYTES = 1 << 20
 
 
 def same_data(data: Any, name: str) -> Any:
-    """The data, the same on every rank. Called on every rank.
+    """The data, the same on every rank. Called on every rank of several.
 
     Compared are lengths, the indices of `Subset`s, and shape, dtype and checksum of tensors in memory, those of
     `hapi.datasets` and torchvision's data sets too; of other data sets a few samples. `Subset`s that differ (a
@@ -35,11 +36,6 @@ def same_data(data: Any, name: str) -> Any:
     Raises:
         ValueError: The ranks hold different data.
     """
-    if group.get_world_size() == 1:
-        return data
-    # Only for a process among others.
-    from hapi.data import samples
-
     dataset = data.dataset if isinstance(data, DataLoader) else data
     ours = _described(dataset)
     theirs = group.gather_objects(ours)
