@@ -3,7 +3,8 @@
     python benchmarks/bench_ddp.py                        all of it on two processes, a few minutes
     python benchmarks/bench_ddp.py fit hand --ranks 4     only these ways, on four
 
-A way is fresh processes that train over gloo, on one thread each; the ways take turns, an epoch each (see turns.py).
+A way is fresh processes that train over gloo, on one thread each; the ways take turns of some steps and are compared
+epoch by epoch (see turns.py).
 CPU time, of all processes together, says more than elapsed time where other programs are running.
 
 Random numbers, 784 a row, batch 32 a process, Linear 784-512, ReLU, Linear 512-10, Adam.
@@ -104,6 +105,7 @@ def fit_on(data: Any, laps: Laps, **options: Any) -> None:
         def on_epoch_end(self, epoch, logs=None):
             laps.mark(loss=logs["loss"])
 
+    laps.pause_within_fit()
     model = hapi.Model(network).prepare(
         torch.optim.Adam(network.parameters(), lr=1e-3, fused=True), nn.CrossEntropyLoss(), hapi.metrics.Accuracy()
     )
@@ -136,7 +138,7 @@ def hand_on(batches: Callable[[], Batches], laps: Laps) -> None:
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-3, fused=True)
     while True:
         loss_sum, correct, samples = torch.zeros(()), torch.zeros((), dtype=torch.int64), 0
-        for x, y in batches():
+        for step, (x, y) in enumerate(batches(), 1):
             outputs = wrapped(x)
             loss = cross_entropy(outputs, y)
             loss.backward()
@@ -145,6 +147,7 @@ def hand_on(batches: Callable[[], Batches], laps: Laps) -> None:
             loss_sum += loss.detach() * len(y)
             correct += (outputs.detach().argmax(1) == y).sum()
             samples += len(y)
+            laps.pause_after(step)
         values = torch.stack([loss_sum, correct.float(), torch.tensor(float(samples))])
         torch.distributed.all_reduce(values)
         print(f"loss {values[0] / values[2]:.4f} - acc {values[1] / values[2]:.4f}")

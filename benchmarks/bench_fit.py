@@ -4,8 +4,8 @@
     python benchmarks/bench_fit.py mnist-32 --rounds 9    one of them
     python benchmarks/bench_fit.py mnist-32 --ways fit hand --denormals
 
-The ways of a case take turns of a hundred steps, are compared epoch by epoch, and begin anew in fresh processes for
-each round (see turns.py); fit with its bar or lines, accuracy and History as they are by default. CPU time, of all
+The ways of a case take turns of some steps, are compared epoch by epoch, and begin anew in fresh processes for each
+round (see turns.py); fit with its bar or lines, accuracy and History as they are by default. CPU time, of all
 threads together, says more than elapsed time where other programs are running.
 
 mnist-*: full MNIST, Linear 784-512, ReLU, Dropout 0.2, Linear 512-10, fused Adam, at that batch size.
@@ -25,7 +25,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from itertools import count
 from pathlib import Path
 
 import torch
@@ -34,8 +33,6 @@ from torch.nn.functional import cross_entropy
 from turns import Laps, Way, compare, machine, report
 
 UNITS = {"elapsed": 1.0, "cpu": 1.0, "peak": 1.0}
-TURN = 100
-"""Steps of training after which the others come up to there."""
 
 
 def mlp() -> nn.Sequential:
@@ -113,28 +110,10 @@ def fit_on(data: object, network: nn.Module, laps: Laps, batch_size: int) -> Non
         def on_epoch_end(self, epoch, logs=None):
             laps.mark(loss=logs["loss"], acc=logs["acc"], steps=steps_of(optimizer))
 
-    pause_after_steps(laps)
+    laps.pause_within_fit()
     optimizer = adam(network)
     model = hapi.Model(network).prepare(optimizer, nn.CrossEntropyLoss(), hapi.metrics.Accuracy())
     model.fit(data, epochs=10**6, batch_size=batch_size, callbacks=[Marks()])
-
-
-def pause_after_steps(laps: Laps) -> None:
-    """Let fit hand the turn on where it asks whether anybody looks at a step's values.
-
-    A hook of a callback's would be a part of what is measured: it is told each step's values.
-    """
-    from hapi.callbacks.base import CallbackList
-
-    asked, steps = CallbackList.wants_batch_logs, count(1)
-
-    def wants_batch_logs(callbacks: CallbackList, kind: str, step: int) -> bool:
-        wants = asked(callbacks, kind, step)
-        if next(steps) % TURN == 0:
-            laps.pause()
-        return wants
-
-    CallbackList.wants_batch_logs = wants_batch_logs  # type: ignore[method-assign]
 
 
 def hand(laps: Laps, batch_size: int) -> None:
@@ -167,8 +146,7 @@ def hand_on(
     while True:
         for step, values in enumerate(steps_by_hand(batch, classes, network, optimizer, batch_size), 1):
             loss_sum, correct = values
-            if step % TURN == 0:
-                laps.pause()
+            laps.pause_after(step)
         logs = {"loss": loss_sum.item() / len(classes), "acc": correct.item() / len(classes)}
         print(logs)
         laps.mark(**logs, steps=steps_of(optimizer))
@@ -235,6 +213,7 @@ def evaluate(laps: Laps, batch_size: int) -> None:
 
     model = hapi.Model(mlp()).prepare(loss=nn.CrossEntropyLoss(), metrics=hapi.metrics.Accuracy())
     data = MNIST(mode="train")
+    laps.pause_within_fit()
     while True:
         laps.mark(**model.evaluate(data, batch_size=batch_size))
 
@@ -247,11 +226,12 @@ def evaluate_by_hand(laps: Laps, batch_size: int) -> None:
         loss_sum, correct = torch.zeros(()), torch.zeros((), dtype=torch.int64)
         network.eval()
         with torch.no_grad():
-            for start in range(0, len(classes), batch_size):
+            for step, start in enumerate(range(0, len(classes), batch_size), 1):
                 labels = classes[start : start + batch_size]
                 outputs = network(images[start : start + batch_size].float().div_(255))
                 loss_sum += cross_entropy(outputs, labels) * len(labels)
                 correct += (outputs.argmax(1) == labels).sum()
+                laps.pause_after(step)
         network.train()
         laps.mark(loss=loss_sum.item() / len(classes), acc=correct.item() / len(classes))
 
@@ -263,6 +243,7 @@ def predict(laps: Laps, batch_size: int) -> None:
 
     model = hapi.Model(mlp())
     data = MNIST(mode="train")
+    laps.pause_within_fit()
     while True:
         outputs = model.predict(data, batch_size=batch_size, stack_outputs=True)
         laps.mark(sum=float((outputs[0] if isinstance(outputs, list) else outputs).sum()))
@@ -276,8 +257,9 @@ def predict_by_hand(laps: Laps, batch_size: int) -> None:
         network.eval()
         parts = []
         with torch.no_grad():
-            for start in range(0, len(classes), batch_size):
+            for step, start in enumerate(range(0, len(classes), batch_size), 1):
                 parts.append(network(images[start : start + batch_size].float().div_(255)))
+                laps.pause_after(step)
         network.train()
         laps.mark(sum=float(torch.cat(parts).sum()))
 

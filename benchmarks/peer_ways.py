@@ -273,4 +273,4 @@ ON_RANKS: dict[str, Callable[[Laps], None]] = {
 
 if __name__ == "__main__":
     torch.set_flush_denormal(True)
-    (ALONE if WORLD_SIZE == 1 else ON_RANKS)[sys.argv[1]](Laps())
+    (ALONE if WORLD_SIZE == 1 else ON_RANKS)[sys.argv[1]](Laps(pauses=False))

@@ -27,15 +27,21 @@ from pathlib import Path
 from typing import Any
 
 ADDRESS = "HAPI_BENCH_ADDRESS"
+TURN = 50
+"""Steps after which a way that pauses lets the others come up to there."""
 
 
 class Laps:
     """The side of a way's program.
 
     Without a driver (`ADDRESS` is not set) the laps follow one another and their times are printed.
+
+    Args:
+        pauses: Whether `pause` does anything: not where the ways that it is compared with cannot.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pauses: bool = True) -> None:
+        self._pauses = pauses
         address = os.environ.get(ADDRESS)
         self._driver: Connection | None = None
         if address:
@@ -47,11 +53,32 @@ class Laps:
 
     def pause(self) -> None:
         """Let the others come up to here in their laps, which takes nothing of this one's time."""
-        if self._driver is None or self._began is None:
+        if not self._pauses or self._driver is None or self._began is None:
             return
         self._before = self._taken()
         self._hand_on(None)
         self._began = _now()
+
+    def pause_after(self, step: int) -> None:
+        """Pause where a step's number, from 1, says so."""
+        if step % TURN == 0:
+            self.pause()
+
+    def pause_within_fit(self) -> None:
+        """Pause in `Model.fit`, `evaluate` and `predict`, where they ask whether anybody looks at a step's values.
+
+        A hook of a callback's would be a part of what is measured: it is told each step's values.
+        """
+        from hapi.callbacks.base import CallbackList
+
+        asked = CallbackList.wants_batch_logs
+
+        def wants_batch_logs(callbacks: CallbackList, kind: str, step: int) -> bool:
+            wants = asked(callbacks, kind, step)
+            self.pause_after(step + 1)
+            return wants
+
+        CallbackList.wants_batch_logs = wants_batch_logs  # type: ignore[method-assign]
 
     def _hand_on(self, message: dict[str, float] | None) -> None:
         assert self._driver is not None

@@ -142,7 +142,7 @@ def loss_and_outputs(returned: Any) -> tuple[Any, Any]:
 
 
 def is_overridden(step: Callable[..., Any]) -> bool:
-    """Whether a `train_step` or `eval_step` is the user's own, in place of `Model`'s."""
+    """Whether a `train_step` or `eval_step` is the user's own, in place of `Model`'s or of `Stepper`'s like it."""
     return defined_in(step) not in ("hapi.model", "hapi.step")
 
 
@@ -299,7 +299,13 @@ def element_labels(loss: Any, outputs: Any, labels: Any) -> None:
 
 
 def explained(loss: Callable[..., Any], objective: Objective, outputs: Any, labels: Any) -> Any:
-    """Compute a loss, the objective or its own; where torch refuses, look for the cause in the labels and say it.
+    """Compute a loss; where torch refuses, look for the cause in the labels and say it.
+
+    Args:
+        loss: What computes it: the objective, or the one loss that it was made of.
+        objective: Knows which label is left out.
+        outputs: The network's.
+        labels: The batch's.
 
     Raises:
         ValueError: The labels do not fit the loss, or there are none.

@@ -51,6 +51,8 @@ class Engine:
         self._overrides_steps = any(map(checks.is_overridden, self._steps))
         self._stepper: Stepper | None = None
         self._label_span: tuple[int, int] | None = None
+        self._looked_at: set[bool] = set()
+        """Of training (True) and of evaluation, in the call under way: whether a batch was compared with the loss."""
         self._shapes_known = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -84,8 +86,7 @@ class Engine:
     def prepare(self, prepared: Prepared) -> None:
         """Take over what `Model.prepare` was given; the network is wrapped anew at the next call."""
         if self._stepper is not None:
-            # A call under way goes on with its optimizer, but asks `loss_of` for the loss.
-            self._stepper.direct.clear()
+            self._stepper.prepared.replaced = True
         self.prepared = prepared
         self._stepper = None
 
@@ -93,7 +94,7 @@ class Engine:
         """The stepper, with the process group joined and the network on its device."""
         device = setup.start(self.network, self.prepared)
         if self._stepper is None or self._stepper.device != device:
-            self._stepper = Stepper(self.network, self.prepared, *self._steps, device)
+            self._stepper = Stepper(self.network, self.prepared, *self._steps, device, self._looked_at)
         return self._stepper
 
     @property
@@ -134,9 +135,9 @@ class Engine:
         """
         objective = self.prepared.objective
         training = torch.is_grad_enabled()
-        if training not in objective.looked_at:
-            is_first = not objective.looked_at
-            objective.looked_at.add(training)
+        if training not in self._looked_at:
+            is_first = not self._looked_at
+            self._looked_at.add(training)
             for loss, output, label in objective.pairs(outputs, labels):
                 checks.element_labels(loss, output, label)
                 if is_first:
@@ -183,8 +184,9 @@ class Engine:
         What was found out about the labels holds for this call's data alone.
         """
         objective = self.prepared.objective
-        outer = self._label_span, objective.looked_at, objective.counts
-        self._shapes_known, self._label_span, objective.looked_at = False, None, set()
+        outer = self._label_span, objective.counts, self._looked_at.copy()
+        self._shapes_known, self._label_span = False, None
+        self._looked_at.clear()
         self.running.append(callbacks)
         try:
             yield
@@ -193,7 +195,10 @@ class Engine:
             raise
         finally:
             self.running.pop()
-            self._label_span, objective.looked_at, objective.counts = outer
+            self._label_span, objective.counts, looked_at = outer
+            # Steppers hold it too.
+            self._looked_at.clear()
+            self._looked_at |= looked_at
 
     def training_state(self, counters: dict[str, int]) -> dict[str, Any]:
         """What goes into `path.opt.pt`: one entry for each of `checkpoint.TRAINING_STATES`."""

@@ -122,9 +122,10 @@ class Objective:
 
     def __init__(self, loss: Callable[..., Any] | Sequence[Callable[..., Any]] | None) -> None:
         self.module = loss if isinstance(loss, nn.Module) else None
-        self.single = None if isinstance(loss, Sequence) else loss
-        """The loss itself, where it is one."""
+        self.single: Any = None if isinstance(loss, Sequence) else loss
+        """The loss itself, where it is one callable."""
         self.missing = loss is None
+        """Whether none was given."""
         if isinstance(loss, Sequence):
             self.module = nn.ModuleList([part for part in loss if isinstance(part, nn.Module)])
             for part in loss:
@@ -137,8 +138,6 @@ class Objective:
         self._known = _known_form(loss)
         # Counting costs two small kernels a step; a pass over labels that hold no ignored one turns it off.
         self.counts = self._known is not None
-        self.looked_at: set[bool] = set()
-        """Of which steps of a call, True those of training, a first batch was compared with the loss."""
 
     def to(self, device: torch.device) -> None:
         """Move what the loss holds, such as class weights, to a device."""

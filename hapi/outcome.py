@@ -27,11 +27,14 @@ class Outcome(NamedTuple):
         value, outputs = _without_graph(loss.value), map_tensors(_without_graph, outputs)
         if loss.weight is None:
             return cls(value, size, outputs)
-        return cls(value / nonzero(loss.weight), loss.weight, outputs)
+        return cls(value / divisor(loss.weight), loss.weight, outputs)
 
 
-def usual_outcome(value: Any, outputs: Any, size: int) -> Outcome | None:
-    """The outcome of a step that gave a mean and one output, as nearly all do; None: it has to be looked at."""
+def outcome_if_plain(value: Any, outputs: Any, size: int) -> Outcome | None:
+    """The outcome of a step that gave a mean and one output, as nearly all do; None: it has to be looked at.
+
+    It calls nothing of Python's, unlike `Outcome.of`.
+    """
     if not isinstance(value, torch.Tensor) or not isinstance(outputs, torch.Tensor) or value.dim() or not outputs.dim():
         return None
     value = value.detach() if value.requires_grad else value
@@ -49,7 +52,7 @@ def zero_of(outputs: Any) -> torch.Tensor:
     return torch.stack(parts).sum() * 0 if parts else torch.zeros(())
 
 
-def nonzero(count: torch.Tensor) -> torch.Tensor:
+def divisor(count: torch.Tensor) -> torch.Tensor:
     """What a sum is divided by: 1 where nothing was counted, and the sum is 0."""
     return torch.where(count == 0, torch.ones_like(count), count)
 

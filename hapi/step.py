@@ -22,7 +22,7 @@ from hapi.batch import Inputs, call_network, map_tensors
 from hapi.distributed import group
 from hapi.distributed.parallel import GradientExchange, Replica
 from hapi.objective import Loss, Objective, as_loss, wrong_count
-from hapi.outcome import Outcome, nonzero, usual_outcome, without_rows, zero_of
+from hapi.outcome import Outcome, divisor, outcome_if_plain, without_rows, zero_of
 from hapi.precision import Precision
 from hapi.scheduling import Schedule, rate_of
 
@@ -54,6 +54,8 @@ class Prepared:
     scaler: torch.amp.GradScaler | None = None
     scaler_state: dict[str, Any] | None = None
     """Of a loaded checkpoint, until the scaler is made."""
+    replaced: bool = False
+    """Whether `prepare` was called again: a call under way goes on with this, but `loss_of` knows the new loss."""
 
 
 class Stepper:
@@ -65,6 +67,7 @@ class Stepper:
         train_step: The user's or the default computation of a training loss.
         eval_step: The same for evaluation.
         device: Where inputs lie.
+        looked_at: Of which steps of the call under way, True those of training, a first batch was looked at closely.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Stepper:
         train_step: StepFunction,
         eval_step: StepFunction,
         device: torch.device,
+        looked_at: set[bool],
     ) -> None:
         self.network = network
         self.prepared = prepared
@@ -81,7 +85,12 @@ class Stepper:
         self.computes = {"train": train_step, "eval": eval_step}
         self._overrides_step = checks.is_overridden(train_step)
         self._world_size = group.get_world_size()
-        self.direct = self._direct_kinds()
+        plain = prepared.precision.dtype is None and prepared.objective.single is not None
+        # Of which kinds `_directly` may compute steps. In training, DDP is around the others.
+        self._direct = {kind for kind, step in self.computes.items() if plain and not checks.is_overridden(step)}
+        if self._world_size > 1:
+            self._direct.discard("train")
+        self._looked_at = looked_at
         self._has_graph = False
         self._last_rate: float | torch.Tensor = 0.0
         self._form: _Form | None = None
@@ -109,12 +118,6 @@ class Stepper:
             self._form = _Form(*form[:2])
         self._take_parameters()
         self.clear()
-
-    def _direct_kinds(self) -> set[str]:
-        """Of which kinds steps are computed by `_directly`: in full precision, by one loss, in training alone."""
-        plain = self.prepared.precision.dtype is None and self.prepared.objective.single is not None
-        kinds = [kind for kind, step in self.computes.items() if plain and not checks.is_overridden(step)]
-        return {kind for kind in kinds if kind == "eval" or self._world_size == 1}
 
     def _take_parameters(self) -> None:
         """See what the network has now; at its making too, for batches that belong to no fit."""
@@ -189,25 +192,23 @@ class Stepper:
         if window_total is None or not self._goes_directly("train", labels):
             return self.exchange.forward(inputs, labels, size, window_total)
         value, outputs = self._explained(self._directly, inputs, labels, size)
-        outcome = usual_outcome(value, outputs, size)
+        outcome = outcome_if_plain(value, outputs, size)
         if outcome is not None and value.requires_grad:
             return value, None, outcome
-        value, outputs = checks.loss_and_outputs((value, outputs))
-        return self._weighed(self._as_loss(value), outputs, size, window_total)
+        return self._weighed(*self._checked((as_loss(value), outputs)), size, window_total)
 
     def _goes_directly(self, kind: str, labels: Any) -> bool:
-        objective = self.prepared.objective
-        looked_at = (kind == "train") in objective.looked_at
-        return kind in self.direct and looked_at and not objective.counts and isinstance(labels, torch.Tensor)
+        is_known = kind in self._direct and (kind == "train") in self._looked_at and isinstance(labels, torch.Tensor)
+        return is_known and not self.prepared.replaced and not self.prepared.objective.counts
 
     def _directly(self, inputs: Inputs, labels: Any) -> tuple[Any, Any]:
-        """What `Model.train_step` and `eval_step` compute of all batches but the first, which is looked at closely.
+        """What `Model.train_step` and `eval_step` compute, without thirty calls: 1 us each, of some hundreds.
 
-        In a small network's step each call of Python's costs a microsecond: it finds nothing in the caches.
+        Those look closely at a first batch, and serve all forms of losses, other precisions and several processes.
         """
         objective, outputs = self.prepared.objective, call_network(self.network, inputs)
         # Several outputs are spread.
-        loss = objective.single if isinstance(outputs, torch.Tensor) and objective.single is not None else objective
+        loss = objective.single if isinstance(outputs, torch.Tensor) else objective
         return checks.explained(loss, objective, outputs, labels), outputs
 
     def _pass_without_samples(self, window_total: int | None) -> None:
@@ -310,11 +311,10 @@ class Stepper:
         """Loss and outputs of one batch by the bare network, without any collective, gradients turned off before."""
         if self._goes_directly("eval", labels):
             value, outputs = self._explained(self._directly, inputs, labels, size)
-            outcome = usual_outcome(value, outputs, size)
-            if outcome is not None:
+            if (outcome := outcome_if_plain(value, outputs, size)) is not None:
                 return outcome
-            value, outputs = checks.loss_and_outputs((value, outputs))
-            return Outcome.of(as_loss(value), size, outputs)
+            loss, outputs = checks.loss_and_outputs((as_loss(value), outputs))
+            return Outcome.of(loss, size, outputs)
         loss, outputs = self.prepared.precision.run(self.device, self._evaluated, inputs, labels, size)
         return Outcome(None, size, outputs) if loss is None else Outcome.of(loss, size, outputs)
 
@@ -359,7 +359,7 @@ class Stepper:
             return loss.value, None, outcome
         # Alone and with nothing to wait for, a batch's own mean is the window's.
         if loss.weight is not None and self._world_size == 1 and window_total == size:
-            return loss.value / nonzero(loss.weight), None, outcome
+            return loss.value / divisor(loss.weight), None, outcome
         probe = self.exchange.replica.probe
         return loss.value, probe * (size if loss.weight is None else loss.weight.detach().to(probe)), outcome
 
@@ -367,8 +367,7 @@ class Stepper:
         returned = self._explained(self.computes["train"], inputs, labels, size)
         if self._overrides_step and not self._has_graph and not self.window_open:
             checks.own_backward(self._parameters)
-        value, outputs = checks.loss_and_outputs(returned)
-        return self._as_loss(value), outputs
+        return self._checked(returned)
 
     def _explained(self, step: StepFunction, inputs: Inputs, labels: Any, size: int) -> Any:
         try:
@@ -379,12 +378,14 @@ class Stepper:
                 raise cause from error
             raise
 
-    def _as_loss(self, value: Any) -> Loss:
+    def _checked(self, returned: Any) -> tuple[Loss, Any]:
+        """What a step of training returned."""
+        value, outputs = checks.loss_and_outputs(returned)
         loss = as_loss(value)
         if torch.is_grad_enabled():
             checks.check_loss_has_graph(loss.value, self.network)
             self._has_graph = True
-        return loss
+        return loss, outputs
 
     def _divide_by_weights(self) -> None:
         if not self._divides:
@@ -393,7 +394,7 @@ class Stepper:
         if probe.grad is None:
             return
         # A window in which nothing counts (all labels ignored) has zero sums: they stay zero.
-        weight = nonzero(probe.grad)
+        weight = divisor(probe.grad)
         for parameter in self._parameters:
             if parameter.grad is not None and parameter is not probe:
                 parameter.grad.div_(weight.to(parameter.grad.device))

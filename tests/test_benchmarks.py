@@ -96,6 +96,52 @@ def test_a_step_that_comes_once_in_several_counts(monkeypatch: pytest.MonkeyPatc
     assert steps.means(times * (2 * steps.BLOCK // 10)) == pytest.approx([2.0, 2.0])
 
 
+TAKES_TURNS = """
+import sys
+sys.path.insert(0, {folder!r})
+from turns import Laps
+laps = Laps()
+while True:
+    for step in range(1, 101):
+        if step % 50 == 1:
+            with open({log!r}, "a") as log:
+                log.write(sys.argv[1])
+        laps.pause_after(step)
+    laps.mark()
+"""
+
+
+def test_ways_take_turns_within_a_lap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    turns = importlib.import_module("turns")
+    script = TAKES_TURNS.format(folder=str(ROOT / "benchmarks"), log=str(tmp_path / "order"))
+    ways = [turns.Way(name, [sys.executable, "-c", script, name]) for name in "ab"]
+    turns.compare(ways, 2, tmp_path / "log")
+    # Each warms up alone; then they alternate, and another begins each time.
+    assert (tmp_path / "order").read_text() == "aabb" + "abab" + "baba"
+    assert [len(way.laps) for way in ways] == [2, 2]
+
+
+def test_a_pause_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    turns = importlib.import_module("turns")
+    sent: list[dict[str, float] | None] = []
+    clock = iter([(1.0, 1.0), (4.0, 2.0), (11.0, 3.0), (15.0, 6.0), (15.0, 6.0), (17.0, 7.0), (17.0, 7.0)])
+    monkeypatch.setattr(turns, "_now", lambda: next(clock))
+    monkeypatch.delenv(turns.ADDRESS, raising=False)
+    laps = turns.Laps()
+    laps._driver = SimpleNamespace(send=sent.append, recv=lambda: True)
+    # Not before the first lap.
+    laps.pause()
+    laps.mark()
+    laps.pause()
+    laps.mark(loss=0.5)
+    laps.mark()
+    assert sent[:2] == [None, None]
+    assert [(lap["elapsed"], lap["cpu"]) for lap in sent[2:] if lap is not None] == [(7.0, 4.0), (2.0, 1.0)]
+    assert sent[2] is not None and sent[2]["loss"] == 0.5
+
+
 @pytest.mark.parametrize("case", ["mnist-256", "evaluate-256", "predict-256"])
 def test_steps_take_turns(case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

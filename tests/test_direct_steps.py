@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ class Indirectly(Callback):
     """Has all batches take the way of the first one."""
 
     def forget(self) -> None:
-        self.model._engine._stepper.direct.clear()
+        self.model._engine.prepared.replaced = True
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.forget()
@@ -209,6 +210,61 @@ def test_data_that_fails_later_is_worded_alike(last: tuple[torch.Tensor, ...], d
         found.append((type(raised.value), str(raised.value)))
     assert direct == [True] * 2
     assert found[0] == found[1]
+
+
+class ShrinksAt(nn.Module):
+    """Gives one number in a call of a number, from 0."""
+
+    def __init__(self, call: int) -> None:
+        super().__init__()
+        self.body, self.call, self.calls = nn.Linear(6, 5), call, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        outputs: torch.Tensor = self.body(x)
+        return outputs.square().mean() if self.calls == self.call + 1 else outputs
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate"])
+@pytest.mark.parametrize("gives, words", [(True, "a pair whose second part is one number"), (False, "gave None")])
+def test_an_output_that_is_one_number_later(method: str, gives: bool, words: str) -> None:
+    def loss(outputs: torch.Tensor, labels: torch.Tensor) -> Any:
+        return mse_loss(outputs, labels) if outputs.dim() else outputs if gives else None
+
+    for callbacks in ([], [Indirectly()]):
+        model = prepared(loss, ShrinksAt(2))
+        with pytest.raises(ValueError, match=words):
+            getattr(model, method)((X, REAL), batch_size=8, verbose=0, callbacks=callbacks)
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate"])
+def test_a_loss_prepared_within_a_call_is_as_new_after_it(method: str) -> None:
+    class Switches(Callback):
+        def at(self, step: int) -> None:
+            # The call's last.
+            if step == 6:
+                optimizer = torch.optim.SGD(self.model.network.parameters(), lr=0.5)
+                self.model.prepare(optimizer, nn.CrossEntropyLoss())
+
+        def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+            self.at(step)
+
+        def on_eval_batch_end(self, step: int, logs: Any = None) -> None:
+            self.at(step)
+
+    model = prepared(nn.MSELoss(), nn.Linear(6, 5))
+    getattr(model, method)((X, REAL), batch_size=8, verbose=0, callbacks=[Switches()])
+    fresh = prepared(nn.CrossEntropyLoss(), copy.deepcopy(model.network))
+    # Of labels that are left out it knows.
+    ignored = torch.where(torch.arange(8) < 6, -100, Y[:8])
+    for each in (model, fresh):
+        each.train_batch(X[:8], ignored, update=False)
+        each.train_batch(X[8:16], Y[8:16])
+    assert torch.equal(model.network.weight, fresh.network.weight)
+    # A first batch is looked at closely.
+    model.prepare(loss=nn.L1Loss())
+    with pytest.raises(ValueError, match="L1Loss received outputs of shape"):
+        model.evaluate((X, REAL[:, :1]), batch_size=8, verbose=0)
 
 
 def test_a_loss_that_a_callback_prepares_is_taken_from_the_next_batch_on() -> None:
