@@ -86,10 +86,8 @@ class Stepper:
         self._overrides_step = checks.is_overridden(train_step)
         self._world_size = group.get_world_size()
         plain = prepared.precision.dtype is None and prepared.objective.single is not None
-        # Of which kinds `_directly` may compute steps. In training, DDP is around the others.
+        # Of which kinds `_directly` may compute steps.
         self._direct = {kind for kind, step in self.computes.items() if plain and not checks.is_overridden(step)}
-        if self._world_size > 1:
-            self._direct.discard("train")
         self._looked_at = looked_at
         self._has_graph = False
         self._last_rate: float | torch.Tensor = 0.0
@@ -176,7 +174,7 @@ class Stepper:
         outcome = None
         with self.exchange.accumulating(last):
             if inputs is not None:
-                value, carried, outcome = self._forward(inputs, labels, size, window_total)
+                value, carried, outcome = self.exchange.forward(inputs, labels, size, window_total)
                 self._agree_on_form(outcome, window_total)
                 self._backpropagate(value, carried, outcome, size, window_total, last)
             else:
@@ -187,16 +185,6 @@ class Stepper:
             self.exchange.complete()
         return outcome
 
-    def _forward(self, inputs: Inputs, labels: Any, size: int, window_total: int | None) -> Any:
-        """One forward pass of training: what `_backpropagate` takes."""
-        if window_total is None or not self._goes_directly("train", labels):
-            return self.exchange.forward(inputs, labels, size, window_total)
-        value, outputs = self._explained(self._directly, inputs, labels, size)
-        outcome = outcome_if_plain(value, outputs, size)
-        if outcome is not None and value.requires_grad:
-            return value, None, outcome
-        return self._weighed(*self._checked((as_loss(value), outputs)), size, window_total)
-
     def _goes_directly(self, kind: str, labels: Any) -> bool:
         is_known = kind in self._direct and (kind == "train") in self._looked_at and isinstance(labels, torch.Tensor)
         return is_known and not self.prepared.replaced and not self.prepared.objective.counts
@@ -204,7 +192,7 @@ class Stepper:
     def _directly(self, inputs: Inputs, labels: Any) -> tuple[Any, Any]:
         """What `Model.train_step` and `eval_step` compute, without thirty calls: 1 us each, of some hundreds.
 
-        Those look closely at a first batch, and serve all forms of losses, other precisions and several processes.
+        Those look closely at a first batch, and serve all forms of losses and other precisions.
         """
         objective, outputs = self.prepared.objective, call_network(self.network, inputs)
         # Several outputs are spread.
@@ -350,10 +338,14 @@ class Stepper:
         run = self.prepared.precision.run
         if size == 0 and self._meets_in_forward:
             return zero_of(run(self.device, call_network, self.network, inputs))
-        return self._weighed(*run(self.device, self._trained, inputs, labels, size), size, window_total)
-
-    def _weighed(self, loss: Loss, outputs: Any, size: int, window_total: int | None) -> Any:
-        """What `_backpropagate` takes of a batch's loss."""
+        if window_total is not None and self._goes_directly("train", labels):
+            value, outputs = self._explained(self._directly, inputs, labels, size)
+            outcome = outcome_if_plain(value, outputs, size)
+            if outcome is not None and value.requires_grad:
+                return value, None, outcome
+            loss, outputs = self._checked((as_loss(value), outputs))
+        else:
+            loss, outputs = run(self.device, self._trained, inputs, labels, size)
         outcome = Outcome.of(loss, size, outputs)
         if loss.weight is None and window_total is not None:
             return loss.value, None, outcome
