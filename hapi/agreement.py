@@ -65,18 +65,22 @@ class Agreement:
         """
         self.saves = False
         self._countdown -= 1
-        if self._countdown > 0:
-            return self._stops_alone()
-        self._meet(tally, epoch, step)
+        if self._countdown <= 0:
+            self._meet(tally, epoch, step)
+        elif not self._alone:
+            return False
+        else:
+            # A process without others needs no meeting.
+            self.signal = self._signals.received
         return bool(self._model.stop_training)
 
     def in_evaluation(self) -> bool:
         """Called after each step of an evaluation within fit: whether a signal ends it."""
         self._countdown -= 1
-        if self._countdown > 0:
-            self._stops_alone()
-        else:
+        if self._countdown <= 0:
             self._meet(None, 0, 0)
+        elif self._alone:
+            self.signal = self._signals.received
         return bool(self.signal)
 
     def before_save(self, tally: Tally, epoch: int, step: int) -> None:
@@ -112,13 +116,6 @@ class Agreement:
             )
         self._exchange(tally, epoch, step)
 
-    def _stops_alone(self) -> bool:
-        """Between two meetings: a process without others needs none."""
-        if not self._alone:
-            return False
-        self.signal = self._signals.received
-        return bool(self._model.stop_training)
-
     def _meet(self, tally: Tally | None, epoch: int, step: int) -> None:
         seconds = (time.monotonic() - self._since) / self._interval
         interval = min(_MOST_STEPS, 2 * self._interval, max(1, int(_SECONDS / max(seconds, 1e-9))))
@@ -139,7 +136,7 @@ class Agreement:
         """
         ago = tally.take_nonfinite() if tally is not None and self._watches_loss else None
         if tally is not None and not self._watches_loss:
-            tally.recent_losses.clear()
+            tally.forget_nonfinite()
         asked, number, bad, most, *others = group.reduce_max(
             [
                 float(self._model.stop_training), float(self._signals.received), float(ago is not None),

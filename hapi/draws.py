@@ -98,22 +98,21 @@ def beginner(
     return begin
 
 
-def updater(stepper: Stepper, stream: int) -> Callable[[int], None]:
-    """What takes an optimizer step after the batch of a number.
+def before_update(stepper: Stepper, stream: int) -> Callable[[int], None] | None:
+    """What is done before the optimizer step after the batch of a number: generators are set; None: it draws nothing.
 
     Args:
         stepper: Whose optimizer.
-        stream: What the generators are set by, besides the batch, where the optimizer may draw.
+        stream: What the generators are set by, besides the batch.
     """
     if not _updates_by_others(stepper.prepared):
-        return lambda step: stepper.update()
+        return None
 
-    def update(step: int) -> None:
+    def set_streams(step: int) -> None:
         # Not by the rank: what the optimizer draws moves the weights alike on all of them.
         rng.set_streams(rng.mix(step, after=stream), stepper.device)
-        stepper.update()
 
-    return update
+    return set_streams
 
 
 def _may_draw(module: nn.Module) -> bool:

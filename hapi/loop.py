@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -18,12 +19,14 @@ from hapi.data import BEGINNING, Feed, Piece, Start
 from hapi.distributed import group
 from hapi.metrics.base import Metric
 from hapi.metrics.tally import Tally
-from hapi.outcome import Outcome
 from hapi.signals import stopped_by
 from hapi.step import Stepper
 
 if TYPE_CHECKING:
     from hapi.resuming import Resumed
+
+
+_total_of = attrgetter("total")
 
 
 class Trainee(Protocol):
@@ -163,18 +166,23 @@ def _train_epoch(
     """One pass over the training data, or the rest of one; the values over all ranks."""
     model, stepper, callbacks, feed, cursor = run.model, run.stepper, run.callbacks, plan.train, plan.cursor
     step, steps_left = start.step, 0 if cursor.stopped else plan.left()
-    begin, update = _edges_of_steps(run, feed, epoch)
+    begin, before_update = _edges_of_steps(run, feed, epoch)
     for window in _windows(islice(feed.pieces(epoch, start), steps_left), plan.accumulate):
         cursor.begin_window()
-        window_total = sum([piece.total for piece in window])
+        window_total = sum(map(_total_of, window))
         for number, piece in enumerate(window, 1):
             begin(step)
             last = number == len(window)
             inputs, labels = (None, None) if piece.batch is None else run.split(feed.place(piece.batch))
             outcome = stepper.backward(inputs, labels, piece.size, window_total, last)
             if last:
-                update(step)
-            _count(tally, outcome, labels)
+                if before_update is not None:
+                    before_update(step)
+                stepper.update()
+            if outcome is None:
+                tally.miss()
+            else:
+                tally.update(*outcome, labels)
             if last:
                 model.steps_trained += len(window)
                 cursor.end_window(window)
@@ -193,21 +201,14 @@ def _train_epoch(
     return tally.reduced() | {"lr": stepper.learning_rate}
 
 
-def _count(tally: Tally, outcome: Outcome | None, labels: Any) -> None:
-    if outcome is None:
-        tally.miss()
-    else:
-        tally.update(outcome.loss, outcome.weight, outcome.outputs, labels)
-
-
-def _edges_of_steps(run: Run, feed: Feed, epoch: int) -> tuple[Callable[[int], None], Callable[[int], None]]:
-    """What is done before the batch of a number is placed, and what takes an optimizer step after it."""
+def _edges_of_steps(run: Run, feed: Feed, epoch: int) -> tuple[Callable[[int], None], Callable[[int], None] | None]:
+    """What is done before the batch of a number is placed, and before the optimizer step after it, if anything."""
     # Only for a process that trains.
     from hapi import draws
 
     stepper = run.stepper
     begin = draws.beginner(feed, stepper, run.metrics, run.callbacks, rng.mix(run.seed, rng.STEP, epoch))
-    return begin, draws.updater(stepper, rng.mix(run.seed, rng.UPDATE, epoch))
+    return begin, draws.before_update(stepper, rng.mix(run.seed, rng.UPDATE, epoch))
 
 
 def _ends_here(run: Run, plan: FitPlan, agreement: Agreement, tally: Tally, epoch: int, step: int) -> bool:
@@ -218,7 +219,8 @@ def _ends_here(run: Run, plan: FitPlan, agreement: Agreement, tally: Tally, epoc
     """
     stops = agreement.after_step(tally, epoch, step)
     plan.cursor.stopped = stops
-    due = agreement.saves or run.callbacks.saves_at(run.model.steps_trained)
+    savers = run.callbacks.savers
+    due = agreement.saves or (bool(savers) and run.callbacks.saves_at(run.model.steps_trained))
     if due or agreement.signal:
         agreement.before_save(tally, epoch, step)
     if due:
@@ -279,7 +281,7 @@ def evaluate(run: Run, feed: Feed, num_iters: int | None = None, check_in: _Chec
     step = -1
     stepper.sync(parameters=False)
     callbacks.call("on_eval_begin", logs={"steps": feed.steps})
-    with modes.evaluating(stepper.exchange.replica):
+    with modes.evaluating(stepper.replica):
         set_streams = _keyed(run, feed, "eval")
         begins = callbacks.batch_hooks["on_eval_batch_begin"]
         # Not by enumerate, which holds on to a piece until the next one is read.
@@ -294,7 +296,7 @@ def evaluate(run: Run, feed: Feed, num_iters: int | None = None, check_in: _Chec
                 # For both at once, and not by no_grad(), whose twice as many calls cost as much as a small layer.
                 with torch.set_grad_enabled(False):
                     outcome = stepper.evaluate(inputs, labels, piece.size)
-                    tally.update(outcome.loss, outcome.weight, outcome.outputs, labels)
+                    tally.update(*outcome, labels)
                 del inputs, labels, outcome
             # What the next batch is read into is then still in the processor's cache.
             del piece

@@ -1,15 +1,15 @@
-"""What one batch gave, and what stands for it on a rank without samples."""
+"""What one batch gave, what it weighs, and what stands for it on a rank without samples."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import torch
 
 from hapi.batch import leaves, map_tensors
-
-if TYPE_CHECKING:
-    from hapi.objective import Loss
+from hapi.distributed import group
+from hapi.objective import Loss, wrong_count
 
 
 class Outcome(NamedTuple):
@@ -27,7 +27,33 @@ class Outcome(NamedTuple):
         value, outputs = _without_graph(loss.value), map_tensors(_without_graph, outputs)
         if loss.weight is None:
             return cls(value, size, outputs)
-        return cls(value / divisor(loss.weight), loss.weight, outputs)
+        weight = _without_graph(loss.weight)
+        return cls(value / divisor(weight), weight, outputs)
+
+
+class Form(NamedTuple):
+    """How the losses of a fit weigh, agreed by all ranks."""
+
+    counted: bool
+    """Whether they know their own weights."""
+    scale: float
+    """What sums are divided by before they are backpropagated: about one batch's weight, so that they stay in the
+    range of half precision; a power of two, so that it changes no bit."""
+
+    @classmethod
+    def agreed(cls, outcome: Outcome | None) -> Form:
+        """That of a first batch, of which a rank may have none. A collective.
+
+        Raises:
+            ValueError: The loss has counted less than nothing.
+        """
+        counts = outcome is not None and isinstance(outcome.weight, torch.Tensor)
+        weight = float(outcome.weight) if outcome is not None and counts else 0.0
+        if weight < 0:
+            raise wrong_count(weight)
+        ranks = group.gather_objects((counts, weight))
+        mean = sum(weight for _, weight in ranks) / len(ranks)
+        return cls(any(flag for flag, _ in ranks), 2.0 ** round(math.log2(mean)) if mean > 0 else 1.0)
 
 
 def outcome_if_plain(value: Any, outputs: Any, size: int) -> Outcome | None:

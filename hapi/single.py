@@ -52,7 +52,7 @@ def eval_batch(engine: Engine, inputs: Any, labels: Any) -> dict[str, float]:
     stepper = engine.ready()
     placed, placed_labels, size = _placed(engine, stepper, inputs, labels)
     _refuse_no_samples("eval_batch", size)
-    with modes.evaluating(stepper.exchange.replica), torch.no_grad():
+    with modes.evaluating(stepper.replica), torch.no_grad():
         outcome = stepper.evaluate(placed, placed_labels, size) if size else None
     return _values(engine, stepper, outcome, placed_labels)
 

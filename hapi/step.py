@@ -3,15 +3,15 @@
 Scaling, in one place. A window is the batches of one optimizer step. The gradient must be that of the mean over its
 samples on all ranks, while DDP averages over ranks. Where the window's total is known beforehand, a batch's mean loss
 is multiplied by `size * W / total`. Where it is not (the loss knows its own weight), sums are accumulated, their
-weights travel as the gradient of `Replica.probe`, and gradients are divided by it at the end.
+weights travel with the gradients, in that of `Replica.marks`, and gradients are divided by their sum at the end.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,22 +21,15 @@ from hapi.arguments import Switches
 from hapi.batch import Inputs, call_network, map_tensors
 from hapi.distributed import group
 from hapi.distributed.parallel import GradientExchange, Replica
-from hapi.objective import Loss, Objective, as_loss, wrong_count
-from hapi.outcome import Outcome, divisor, outcome_if_plain, without_rows, zero_of
+from hapi.objective import Loss, Objective, as_loss
+from hapi.outcome import Form, Outcome, divisor, outcome_if_plain, without_rows, zero_of
 from hapi.precision import Precision
 from hapi.scheduling import Schedule, rate_of
 
+_EXPLAINED = TypeError, ValueError, AttributeError
+
 StepFunction = Callable[[Any, Any], tuple[Any, Any]]
 """`train_step` or `eval_step`: (inputs, labels) -> (loss, outputs)."""
-
-
-class _Form(NamedTuple):
-    """How the losses of a fit weigh, agreed by all ranks."""
-
-    counted: bool
-    scale: float
-    """What sums are divided by before they are backpropagated: about one batch's weight, so that they stay in the
-    range of half precision; a power of two, so that it changes no bit."""
 
 
 @dataclass
@@ -91,13 +84,15 @@ class Stepper:
         self._looked_at = looked_at
         self._has_graph = False
         self._last_rate: float | torch.Tensor = 0.0
-        self._form: _Form | None = None
+        self._form: Form | None = None
         self._divides = False
+        self._weight: torch.Tensor | None = None
+        """What this rank's part of the window weighs, where losses tell."""
         self.window_open = False
         """Whether gradients lie there that no update has taken yet."""
-        self.exchange = GradientExchange(
-            Replica(network, prepared.objective.module, self._compute), prepared.ddp_options
-        )
+        self.replica = Replica(network, prepared.objective.module, self._compute)
+        alone = self._world_size == 1
+        self._exchange = None if alone else GradientExchange(self.replica, prepared.ddp_options)
         self._take_parameters()
         if prepared.scaler is None:
             prepared.scaler = prepared.precision.make_scaler(device)
@@ -113,16 +108,17 @@ class Stepper:
         """
         self._form = None
         if form is not None and form[2] == self.prepared.objective.counts:
-            self._form = _Form(*form[:2])
+            self._form = Form(*form[:2])
         self._take_parameters()
         self.clear()
 
     def _take_parameters(self) -> None:
         """See what the network has now; at its making too, for batches that belong to no fit."""
         self._held = self._held_now()
-        self.exchange.begin()
+        if self._exchange is not None:
+            self._exchange.begin()
         # Walking the modules takes longer than clearing the gradients.
-        self._parameters = list(self.exchange.replica.parameters())
+        self._parameters = self.replica.own()
         synced = any(isinstance(module, nn.SyncBatchNorm) for module in self.network.modules())
         self._meets_in_forward = synced and self._world_size > 1
         self._without_samples: Inputs | None = None
@@ -168,48 +164,56 @@ class Stepper:
                 # A callback has added or replaced layers: they are exchanged and cleared with the others from here on.
                 self._take_parameters()
                 self.sync(parameters=True)
-            self.exchange.begin_window()
+            if self._exchange is not None:
+                self._exchange.begin_window()
         if self._meets_in_forward and self._without_samples is None:
             self._agree_on_empty_inputs(inputs)
         outcome = None
-        with self.exchange.accumulating(last):
-            if inputs is not None:
-                value, carried, outcome = self.exchange.forward(inputs, labels, size, window_total)
+        if inputs is None:
+            self._pass_without_samples(last, window_total)
+        else:
+            # Alone no module's call is needed.
+            run = self.replica if self._exchange is None else partial(self._exchange.forward, last)
+            value, weight, outcome = run(inputs, labels, size, window_total)
+            if self._form is None or isinstance(outcome.weight, torch.Tensor) != self._form.counted:
                 self._agree_on_form(outcome, window_total)
-                self._backpropagate(value, carried, outcome, size, window_total, last)
-            else:
-                self._pass_without_samples(window_total)
+            self._backpropagate(value, weight, outcome, size, window_total, last)
         self.window_open = True
         self._divides |= window_total is None or (self._form is not None and self._form.counted)
-        if last:
-            self.exchange.complete()
+        if last and self._exchange is not None:
+            self._exchange.complete(self._weight)
         return outcome
 
-    def _goes_directly(self, kind: str, labels: Any) -> bool:
-        is_known = kind in self._direct and (kind == "train") in self._looked_at and isinstance(labels, torch.Tensor)
-        return is_known and not self.prepared.replaced and not self.prepared.objective.counts
+    def _directly(self, kind: str, inputs: Inputs, labels: Any, size: int) -> tuple[Any, Any] | None:
+        """What `Model.train_step` or `eval_step` computes, without thirty calls: 1 us each, of some hundreds.
 
-    def _directly(self, inputs: Inputs, labels: Any) -> tuple[Any, Any]:
-        """What `Model.train_step` and `eval_step` compute, without thirty calls: 1 us each, of some hundreds.
-
-        Those look closely at a first batch, and serve all forms of losses and other precisions.
+        Those look closely at a first batch, and serve all forms of losses and other precisions: None where they must.
         """
-        objective, outputs = self.prepared.objective, call_network(self.network, inputs)
-        # Several outputs are spread.
-        loss = objective.single if isinstance(outputs, torch.Tensor) else objective
-        return checks.explained(loss, objective, outputs, labels), outputs
+        objective = self.prepared.objective
+        is_known = kind in self._direct and (kind == "train") in self._looked_at and isinstance(labels, torch.Tensor)
+        if not is_known or self.prepared.replaced or objective.counts:
+            return None
+        try:
+            outputs = call_network(self.network, inputs)
+            # Several outputs are spread.
+            loss = objective.single if isinstance(outputs, torch.Tensor) else objective
+            return checks.explained(loss, objective, outputs, labels), outputs
+        except _EXPLAINED as error:
+            self._raise_cause(error, self.computes[kind], size)
+            raise
 
-    def _pass_without_samples(self, window_total: int | None) -> None:
+    def _pass_without_samples(self, last: bool, window_total: int | None) -> None:
+        assert self._exchange is not None
         if self.prepared.scaler is not None:
             # It makes its scale when it first scales something.
             self.prepared.scaler.scale(torch.zeros((), device=self.device))
         # Each rank's first pass of a window exchanges buffers: all ranks make it, and in this order.
         if not self._meets_in_forward:
-            self.exchange.forward()
+            self._exchange.forward(last)
             self._agree_on_form(None, window_total)
             return
         # SyncBatchNorm waits for every rank, forward and backward.
-        nothing = self.exchange.forward(self._without_samples, None, 0, window_total)
+        nothing = self._exchange.forward(last, self._without_samples, None, 0, window_total)
         self._agree_on_form(None, window_total)
         if nothing.requires_grad:
             nothing.backward()
@@ -222,27 +226,26 @@ class Stepper:
         self._without_samples = map_tensors(lambda tensor: tensor.to(self.device), empty)
 
     def _backpropagate(
-        self, value: torch.Tensor, carried: torch.Tensor | None, outcome: Outcome, size: int,
+        self, value: torch.Tensor, weight: torch.Tensor | None, outcome: Outcome, size: int,
         window_total: int | None, last: bool,
     ) -> None:  # fmt: skip
         if self._form is not None and self._form.counted:
-            factor = carried_factor = 1 / self._form.scale if carried is not None else 1.0
+            factor = weight_factor = 1 / self._form.scale if weight is not None else 1.0
         elif window_total is not None:
-            factor, carried_factor = size * self._world_size / window_total, self._world_size / window_total
+            factor, weight_factor = size * self._world_size / window_total, self._world_size / window_total
         else:
             # A loss that knows its weight is a sum already.
-            factor, carried_factor = (1.0 if isinstance(outcome.weight, torch.Tensor) else float(size)), 1.0
+            factor, weight_factor = (1.0 if isinstance(outcome.weight, torch.Tensor) else float(size)), 1.0
         objective = value if factor == 1 else value * factor
         if self.prepared.scaler is not None:
             objective = self.prepared.scaler.scale(objective)
-        # The probe's part stays outside the scaling, so that its gradient is the weight itself.
-        roots, gradients = self.exchange.roots(last, carried is not None)
-        if carried is None and not roots:
+        if weight is not None:
+            weight = weight * weight_factor
+            self._weight = weight if self._weight is None else self._weight + weight
+        if self._exchange is None:
             torch.autograd.backward(objective)
-            return
-        if carried is not None:
-            roots, gradients = [carried * carried_factor, *roots], [None, *gradients]
-        torch.autograd.backward([objective, *roots], [None, *gradients])
+        else:
+            self._exchange.backward(objective, last, self._weight)
 
     def _agree_on_form(self, outcome: Outcome | None, window_total: int | None) -> None:
         """Before the first backward of a fit: whether the loss knows its own weight, and how large that is.
@@ -251,16 +254,9 @@ class Stepper:
         """
         if window_total is None:
             return
-        counts = None if outcome is None else isinstance(outcome.weight, torch.Tensor)
         if self._form is None:
-            weight = float(outcome.weight) if outcome is not None and counts else 0.0
-            if weight < 0:
-                raise wrong_count(weight)
-            ranks = group.gather_objects((counts, weight))
-            counted = any(flag for flag, _ in ranks)
-            mean = sum(weight for _, weight in ranks) / len(ranks)
-            self._form = _Form(counted, 2.0 ** round(math.log2(mean)) if mean > 0 else 1.0)
-        if counts is not None and counts != self._form.counted:
+            self._form = Form.agreed(outcome)
+        if outcome is not None and isinstance(outcome.weight, torch.Tensor) != self._form.counted:
             raise ValueError(
                 "The loss gave a mean for some batches and (sum, count) for others, so they cannot be weighed against "
                 "each other. Let it return one of the two for every batch."
@@ -275,7 +271,8 @@ class Stepper:
         self._last_rate = rate_of(optimizer)
         if scaler is not None:
             scaler.unscale_(optimizer)
-        self._divide_by_weights()
+        if self._divides:
+            self._divide_by_weights()
         if prepared.clip_grad_norm is not None:
             parameters = [p for g in optimizer.param_groups for p in g["params"]]
             nn.utils.clip_grad_norm_(parameters, prepared.clip_grad_norm)
@@ -293,12 +290,12 @@ class Stepper:
         """Drop gradients, those of parameters that no optimizer holds included."""
         for parameter in self._parameters:
             parameter.grad = None
-        self._divides = self.window_open = False
+        self._weight, self._divides, self.window_open = None, False, False
 
     def evaluate(self, inputs: Inputs, labels: Any, size: int) -> Outcome:
         """Loss and outputs of one batch by the bare network, without any collective, gradients turned off before."""
-        if self._goes_directly("eval", labels):
-            value, outputs = self._explained(self._directly, inputs, labels, size)
+        if (computed := self._directly("eval", inputs, labels, size)) is not None:
+            value, outputs = computed
             if (outcome := outcome_if_plain(value, outputs, size)) is not None:
                 return outcome
             loss, outputs = checks.loss_and_outputs((as_loss(value), outputs))
@@ -329,17 +326,17 @@ class Stepper:
         """Give every rank rank 0's buffers, and its parameters too if asked."""
         if self._world_size == 1:
             return
-        replica = self.exchange.replica
-        tensors = [*(p.data for p in replica.parameters())] if parameters else []
-        group.broadcast_tensors([*tensors, *replica.buffers()])
+        tensors = [p.data for p in self.replica.own()] if parameters else []
+        group.broadcast_tensors([*tensors, *self.replica.buffers()])
 
     def _compute(self, inputs: Inputs, labels: Any, size: int, window_total: int | None) -> Any:
         """The forward pass of training, inside DDP's: what `_backpropagate` takes; without samples a zero."""
         run = self.prepared.precision.run
         if size == 0 and self._meets_in_forward:
             return zero_of(run(self.device, call_network, self.network, inputs))
-        if window_total is not None and self._goes_directly("train", labels):
-            value, outputs = self._explained(self._directly, inputs, labels, size)
+        computed = None if window_total is None else self._directly("train", inputs, labels, size)
+        if computed is not None:
+            value, outputs = computed
             outcome = outcome_if_plain(value, outputs, size)
             if outcome is not None and value.requires_grad:
                 return value, None, outcome
@@ -352,8 +349,9 @@ class Stepper:
         # Alone and with nothing to wait for, a batch's own mean is the window's.
         if loss.weight is not None and self._world_size == 1 and window_total == size:
             return loss.value / divisor(loss.weight), None, outcome
-        probe = self.exchange.replica.probe
-        return loss.value, probe * (size if loss.weight is None else loss.weight.detach().to(probe)), outcome
+        like = self.replica.marks
+        weight = like.new_full((), size) if loss.weight is None else loss.weight.detach().to(like)
+        return loss.value, weight, outcome
 
     def _trained(self, inputs: Inputs, labels: Any, size: int) -> tuple[Loss, Any]:
         returned = self._explained(self.computes["train"], inputs, labels, size)
@@ -364,11 +362,14 @@ class Stepper:
     def _explained(self, step: StepFunction, inputs: Inputs, labels: Any, size: int) -> Any:
         try:
             return step(inputs, labels)
-        except (TypeError, ValueError, AttributeError) as error:
-            cause = checks.why_step_failed(error, self.network, size, checks.is_overridden(step))
-            if cause is not None:
-                raise cause from error
+        except _EXPLAINED as error:
+            self._raise_cause(error, step, size)
             raise
+
+    def _raise_cause(self, error: Exception, step: StepFunction, size: int) -> None:
+        cause = checks.why_step_failed(error, self.network, size, checks.is_overridden(step))
+        if cause is not None:
+            raise cause from error
 
     def _checked(self, returned: Any) -> tuple[Loss, Any]:
         """What a step of training returned."""
@@ -380,13 +381,11 @@ class Stepper:
         return loss, outputs
 
     def _divide_by_weights(self) -> None:
-        if not self._divides:
-            return
-        probe = self.exchange.replica.probe
-        if probe.grad is None:
+        weight = self._weight if self._exchange is None else self._exchange.weight
+        if weight is None:
             return
         # A window in which nothing counts (all labels ignored) has zero sums: they stay zero.
-        weight = divisor(probe.grad)
+        weight = divisor(weight)
         for parameter in self._parameters:
-            if parameter.grad is not None and parameter is not probe:
+            if parameter.grad is not None:
                 parameter.grad.div_(weight.to(parameter.grad.device))

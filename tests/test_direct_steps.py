@@ -68,9 +68,12 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     seen: list[bool] = []
     computed = Stepper._directly
 
-    def counting(stepper: Stepper, inputs: Any, labels: Any) -> Any:
-        seen.append(torch.is_grad_enabled())
-        return computed(stepper, inputs, labels)
+    def counting(stepper: Stepper, kind: str, *batch: Any) -> Any:
+        seen.append(kind == "train")
+        found = computed(stepper, kind, *batch)
+        if found is None:
+            seen.pop()
+        return found
 
     monkeypatch.setattr(Stepper, "_directly", counting)
     return seen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -139,8 +139,8 @@ class GlobalOrder:
 
     def numbered(self, epoch: int, start: int = 0, taken: int | None = None) -> Iterator[tuple[int, Share]]:
         """The shares with their numbers among all ranks' batches: the order in which their rows belong together."""
-        for step, share in enumerate(self.shares(epoch, start, taken), start):
-            yield step * self._world_size + self._rank, share
+        numbers = count(start * self._world_size + self._rank, self._world_size)
+        return zip(numbers, self.shares(epoch, start, taken), strict=False)
 
     def key(self, epoch: int, number: int) -> int:
         """Where the random streams start for the batch of this number in `numbered`."""

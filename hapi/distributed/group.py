@@ -121,9 +121,14 @@ def _control_group() -> Any:
 def _meeting() -> Any:
     """The control group, for a collective that all ranks begin now."""
     control = _control_group()
-    if os.environ.get("HAPI_DEBUG"):
+    if compares_places():
         _refuse_strays(control)
     return control
+
+
+def compares_places() -> bool:
+    """Whether ranks compare where they are before each collective."""
+    return bool(os.environ.get("HAPI_DEBUG"))
 
 
 def meet() -> None:
@@ -132,7 +137,7 @@ def meet() -> None:
     Raises:
         RuntimeError: They are in different places.
     """
-    if os.environ.get("HAPI_DEBUG") and is_initialized():
+    if compares_places() and is_initialized():
         _refuse_strays(_control_group())
 
 

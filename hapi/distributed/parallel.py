@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hapi.distributed import contents, group
 
-_NOTHING = nullcontext()
+_trains = attrgetter("requires_grad")
 
 
 class Replica(nn.Module):
@@ -35,11 +35,9 @@ class Replica(nn.Module):
         compute: What the forward pass calls. It gets the forward's arguments and returns any nest of tensors.
     """
 
-    probe: nn.Parameter
-    """A scalar, zero, whose gradient is the weight of what was summed: it travels in the same all-reduce as the
-    gradients, for losses whose weight is known only after the forward."""
     marks: nn.Parameter
-    """Zeros, one for each trained parameter, whose gradients are the parts of the ranks that have reached it."""
+    """Zeros, whose gradients travel in the same all-reduce as the others: for each trained parameter the part of the
+    ranks that have reached it, and at last the weight of what was summed, for losses that tell it after the forward."""
 
     def __init__(self, network: nn.Module, companions: nn.Module | None, compute: Callable[..., Any]) -> None:
         super().__init__()
@@ -49,8 +47,7 @@ class Replica(nn.Module):
         first = next((p for p in network.parameters()), None)
         # Sums of weights grow beyond what half precision counts.
         dtype = torch.float64 if first is not None and first.dtype == torch.float64 else torch.float32
-        self.probe = nn.Parameter(torch.zeros((), dtype=dtype, device=first.device if first is not None else None))
-        self.marks = nn.Parameter(self.probe.new_zeros(0))
+        self.marks = nn.Parameter(torch.zeros(0, dtype=dtype, device=first.device if first is not None else None))
         # The ids of parameters of which DDP shall expect sparse gradients.
         self.sparse: set[int] = set()
 
@@ -58,9 +55,12 @@ class Replica(nn.Module):
         """The computation; without arguments, for a rank without samples, nothing."""
         return self._compute(*arguments) if arguments else None
 
+    # Not a module's call, which looks for hooks: nobody hangs any on a replica.
+    __call__ = forward
+
     def own(self) -> list[nn.Parameter]:
         """The parameters of network and companions."""
-        return [p for p in self.parameters() if p is not self.probe and p is not self.marks]
+        return [p for p in self.parameters() if p is not self.marks]
 
 
 _EXCHANGED = (
@@ -93,10 +93,10 @@ class _FixedBuckets(DistributedDataParallel):
 
     def _build_params_for_reducer(self) -> Any:
         parameters, _ = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
-        # Probe and marks, which come last, go into the bucket of the first layer: alone they would be an exchange more.
-        own, others = slice(2), slice(2, None)
-        order = [*range(len(parameters))]
-        order = [*order[others][:0:-1], *order[own], *order[others][:1]]
+        # The marks, which the replica names first, go into the bucket of the first layer: alone they would be an
+        # exchange more.
+        marks, *others = range(len(parameters))
+        order = [*others[:0:-1], marks, *others[:1]]
         return [parameters[index] for index in order], [id(parameters[index]) in self.module.sparse for index in order]
 
     def fix_buckets(self) -> None:
@@ -107,9 +107,10 @@ class _FixedBuckets(DistributedDataParallel):
 
 
 class GradientExchange:
-    """Runs a replica's forward passes so that after the last backward of a window its gradients are the ranks' mean.
+    """Runs a replica's passes so that after the last one of a window its gradients are the mean over the ranks.
 
-    Alone, it is the replica itself. `begin` comes first.
+    For several processes; `begin` comes first. Then, for each window: `begin_window`, `forward` and `backward` for each
+    of its batches, `complete`.
 
     Args:
         replica: What to run.
@@ -119,7 +120,6 @@ class GradientExchange:
     def __init__(self, replica: Replica, options: dict[str, Any] | None = None) -> None:
         self.replica = replica
         self._options = options or {}
-        self._alone = group.get_world_size() == 1
         self._wrapped: _FixedBuckets | None = None
         self._hooks: list[Any] = []
 
@@ -128,93 +128,109 @@ class GradientExchange:
         self._unwrap()
         # Walking the modules takes longer than a small network's step.
         self._own = self.replica.own()
+        self._meets = group.compares_places()
 
     def begin_window(self) -> None:
         """Called before each window, on every rank: a parameter that was frozen or freed needs a new wrap."""
         self._passes, self._marked = 0, False
-        if self._alone:
-            return
-        group.meet()
-        layout = [parameter.requires_grad for parameter in self._own]
+        if self._meets:
+            group.meet()
+        layout = list(map(_trains, self._own))
         if self._wrapped is None or layout != self._layout:
             self._unwrap()
-            self._wrap(layout)
+            self._wrapped = self._wrap(layout)
 
-    def forward(self, *arguments: Any) -> Any:
-        """One forward pass; without arguments, the part of a rank that has no samples: there is no backward then."""
-        # Alone no module's call is needed: nobody hangs hooks on the replica.
-        return self.replica.forward(*arguments) if self._wrapped is None else self._wrapped(*arguments)
-
-    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        """The context of a forward and backward pass: gradients are exchanged in the last one of a window only."""
-        if self._wrapped is None:
-            return _NOTHING
-        self._passes += 1
-        if not last:
-            return self._wrapped.no_sync()
-        # What earlier passes have left tells, once it is the same after the last one, that this one did not reach it.
-        self._before = [_Contents.of(p) if self._passes > 1 else None for p in self._shared]
-        return _NOTHING
-
-    def roots(self, last: bool, carried: bool) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """What the backward pass of a batch starts from besides its loss, and the gradients of that.
-
-        Usually a batch reaches every parameter, and with these DDP then has all that it waits for.
+    def forward(self, last: bool, *arguments: Any) -> Any:
+        """The forward pass of one batch.
 
         Args:
-            last: Whether the window ends with this pass.
-            carried: Whether the probe is reached by the loss's own graph.
+            last: Whether the window ends with it: only then gradients are exchanged.
+            arguments: What `Replica` takes; none: the part of a rank without samples, after which no `backward` comes.
+        """
+        assert self._wrapped is not None
+        self._passes += 1
+        if not last:
+            # What comes backward does not ask any more.
+            with self._wrapped.no_sync():
+                return self._wrapped.forward(*arguments)  # type: ignore[no-untyped-call]
+        # What earlier passes have left tells, once it is the same after the last one, that this one did not reach it.
+        self._before = [_Contents.of(p) for p in self._trained] if self._passes > 1 else self._nothing_before
+        return self._wrapped.forward(*arguments)  # type: ignore[no-untyped-call]
+
+    def backward(self, objective: torch.Tensor, last: bool, weight: torch.Tensor | None) -> None:
+        """The backward pass of one batch.
+
+        Args:
+            objective: Where it starts, 0-dim.
+            last: Whether the window ends with it.
+            weight: What this rank's part of the window weighs, 0-dim; None: nobody asks.
         """
         # The marks are put right in DDP's own memory, where it is the gradient's too.
-        if self._wrapped is None or not last or not self._wrapped.gradient_as_bucket_view:
-            return [], []
-        self._marked = True
-        if carried:
-            return [self.replica.marks], [self._all_reached]
-        return [self.replica.marks, self.replica.probe], [self._all_reached, self._nothing]
-
-    def complete(self) -> None:
-        """Called after the last backward of each window, on every rank: closes what DDP still waits for."""
-        if self._wrapped is None:
+        if not last or not self._is_view:
+            torch.autograd.backward(objective)
             return
-        marks = self.replica.marks
+        # Usually a batch reaches every parameter, and with the marks DDP then has all that it waits for.
+        self._marked = True
+        torch.autograd.backward([objective, self._marks], [None, self._marked_all(weight)])
+
+    def complete(self, weight: torch.Tensor | None) -> None:
+        """Called after the last backward of each window, on every rank: closes what DDP still waits for.
+
+        Args:
+            weight: As of `backward`; None too on a rank without samples.
+        """
+        marks = self._marks
         reached = [parameter.grad is not None for parameter in self._trained]
         everything = all(reached)
-        if self._marked and everything and self._passes == 1:
-            marks.grad = None
-            return
-        own_marks = self._all_reached if everything else self._all_reached.new_tensor(reached)
-        pairs = zip(self._shared, self._before, strict=True)
+        if not (self._marked and everything and self._passes == 1):
+            self._close(reached, everything, weight)
+        self._received, marks.grad = marks.grad, None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """What the window just completed weighs, the mean over the ranks, 0-dim."""
+        assert self._received is not None
+        return self._received[-1]
+
+    def _close(self, reached: list[bool], everything: bool, weight: torch.Tensor | None) -> None:
+        marks = self._marks
+        pairs = zip(self._trained, self._before, strict=True)
         waiting = [p for p, before in pairs if p.grad is None or (before is not None and before.still_of(p))]
         roots, zeros = list(waiting), [self._zero(p) for p in waiting]
-        if self._marked:
+        if not self._marked:
+            own = self._marked_all(weight)
+            roots, zeros = [marks, *roots], [own if everything else own * own.new_tensor([*reached, True]), *zeros]
+        elif not everything and marks.grad is not None:
             # Their bucket is the last one, which is not sent before all others are.
-            if not everything and marks.grad is not None:
-                marks.grad.mul_(own_marks)
-        else:
-            roots, zeros = [marks, *roots], [own_marks, *zeros]
+            marks.grad.mul_(marks.new_tensor([*reached, True]))
         if roots:
             torch.autograd.backward(roots, zeros)
         if not everything and marks.grad is not None:
-            for parameter, part in zip(self._trained, marks.grad.tolist(), strict=True):
+            for parameter, part in zip(self._trained, marks.grad.tolist(), strict=False):
                 if part == 0:
                     parameter.grad = None
-        marks.grad = None
 
-    def _wrap(self, layout: list[bool]) -> None:
+    def _marked_all(self, weight: torch.Tensor | None) -> torch.Tensor:
+        """The gradient of the marks where a batch has reached all parameters."""
+        return self._all_reached if weight is None else torch.cat([self._all_reached[:-1], weight.reshape(1)])
+
+    def _wrap(self, layout: list[bool]) -> _FixedBuckets:
         self._layout = layout
         self._trained = [parameter for parameter in self._own if parameter.requires_grad]
-        self._shared = [*self._trained, self.replica.probe]
+        self._nothing_before = [None] * len(self._trained)
         self.replica.sparse, tied = _sparse_and_tied(self.replica)
         self._hooks = [p.register_post_accumulate_grad_hook(_make_dense) for p in tied]  # type: ignore[no-untyped-call]
-        self._all_reached = torch.ones(len(self._trained), device=self.replica.probe.device)
-        self._nothing = torch.zeros_like(self.replica.probe)
-        self.replica.marks = nn.Parameter(torch.zeros_like(self._all_reached))
+        self._all_reached = self.replica.marks.new_ones(len(self._trained) + 1)
+        self._all_reached[-1] = 0
+        # Beside the replica, whose attributes are a module's: to look one up there takes longer.
+        self._marks = self.replica.marks = nn.Parameter(torch.zeros_like(self._all_reached))
         # `Stepper.sync` has sent them.
         ignored: Any = list(left_to_us(self.replica))
         self.replica._ddp_params_and_buffers_to_ignore = ignored
-        self._wrapped = _FixedBuckets(self.replica, **{"gradient_as_bucket_view": True, **self._options})
-        self._wrapped.fix_buckets()
+        wrapped = _FixedBuckets(self.replica, **{"gradient_as_bucket_view": True, **self._options})
+        wrapped.fix_buckets()
+        self._is_view = bool(wrapped.gradient_as_bucket_view)
+        return wrapped
 
     def _unwrap(self) -> None:
         if self._wrapped is not None:

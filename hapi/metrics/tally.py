@@ -14,9 +14,8 @@ from hapi.batch import map_tensors
 from hapi.distributed import group
 from hapi.metrics.base import Metric
 
-# So many losses are kept apart before they are packed into one tensor: a long pass must not hold many small
-# ones.
-_PACK_AFTER = 256
+# Of so many batches it is kept apart what their losses have summed to.
+_APART = 256
 # So many numbers of outputs and labels at most wait for an update in common.
 _MOST_WAITING = 1 << 15
 
@@ -28,9 +27,6 @@ class Tally:
         metrics: The metrics, as `as_metrics` returns them. They are copied, and start anew.
         device: Where the network's outputs are.
         label_span: Between which numbers all labels of the pass lie; None: that is not known.
-
-    Attributes:
-        recent_losses: The losses since the last `take_nonfinite`.
     """
 
     def __init__(
@@ -44,72 +40,50 @@ class Tally:
         self._waiting = _Waiting()
         for metric in self._metrics:
             metric.label_span = label_span
-        self._device = device
-        exact = torch.float32 if device.type == "mps" else torch.float64
-        self._loss_sum = torch.zeros((), dtype=exact, device=device)
-        # The weight so far: what came as numbers, what came as tensors.
-        self._weight: int | float = 0
-        self._device_weight: Tensor | None = None
+        self._losses = _LossSum(device)
         self._updates = 0
-        self._has_loss = False
-        self.recent_losses: list[Tensor] = []
-        # One for all updates: a decorator would make one for each.
-        self._no_grad = torch.no_grad()
 
     def update(self, loss: Tensor | None, weight: int | float | Tensor, outputs: Any, labels: Any) -> None:
         """Take in one batch. No value is read.
 
         Args:
-            loss: The batch's mean loss, 0-dim, detached and not overwritten later; None: there is none.
+            loss: The batch's mean loss, 0-dim, detached; None: there is none.
             weight: What the mean was taken over: a number of samples or tokens, or a 0-dim tensor.
-            outputs: The network's outputs, as the metrics take them.
+            outputs: The network's outputs, as the metrics take them, detached.
             labels: The batch's labels, likewise.
 
         Raises:
             TypeError: A metric keeps something in an attribute that it did not declare as a state.
         """
-        # An evaluation has turned gradients off already.
-        if torch.is_grad_enabled():
-            with self._no_grad:
-                self._take(loss, weight, outputs, labels)
-        else:
-            self._take(loss, weight, outputs, labels)
-
-    def _take(self, loss: Tensor | None, weight: int | float | Tensor, outputs: Any, labels: Any) -> None:
         self._updates += 1
         if loss is not None:
-            self._add_loss(loss, weight)
+            self._losses.add(loss, weight)
         if self._updates == 1:
             # The first batch is looked at closely.
-            for metric in self._metrics:
-                _update_watched(metric, outputs, labels)
+            with torch.no_grad():
+                for metric in self._metrics:
+                    _update_watched(metric, outputs, labels)
             return
-        for metric in self._others:
-            metric.update(outputs, labels)
-        if self._joining:
-            self._count(self._waiting.take(outputs, labels))
+        if self._others:
+            _count(self._others, [(outputs, labels)])
+        if self._joining and (batches := self._waiting.take(outputs, labels)):
+            _count(self._joining, batches)
 
     @property
     def metrics(self) -> list[Metric]:
         """The metrics, which have taken in every batch."""
-        with self._no_grad:
-            self._count(self._waiting.joined())
+        _count(self._joining, self._waiting.joined())
         return self._metrics
-
-    def _count(self, batches: Sequence[tuple[Any, Any]]) -> None:
-        for batch in batches:
-            for metric in self._joining:
-                metric.update(*batch)
 
     def miss(self) -> None:
         """A batch went by in which this rank has no samples: `take_nonfinite` counts it too, as other ranks do."""
-        self._keep(torch.zeros((), device=self._device))
+        self._losses.miss()
 
     def logs(self) -> dict[str, Tensor]:
         """This rank's running values, 0-dim tensors that nobody has read: ``loss`` if any, then metrics."""
         logs: dict[str, Tensor] = {}
-        if self._has_loss:
-            logs["loss"] = self._loss_sum / self._total_weight()
+        if self._losses.is_told:
+            logs["loss"] = self._losses.sum / self._losses.weight
         if self._updates:
             add_values(logs, self.metrics)
         return logs
@@ -133,25 +107,24 @@ class Tally:
         return group.broadcast_object(logs | {name: float(value) for name, value in values.items()})
 
     def take_nonfinite(self) -> int | None:
-        """Whether a loss since the last call was infinite or NaN. Reads them once, together.
+        """Whether a loss since the last call was infinite or NaN, or any before it. Reads them once, together.
 
         Returns:
             How many batches ago the first of them came, 0 for the last batch; None if there was none.
         """
-        if not self.recent_losses:
-            return None
-        bad = ~_packed(self.recent_losses).isfinite()
-        self.recent_losses = []
-        indices = bad.cpu().nonzero()
-        return len(bad) - 1 - int(indices[0]) if len(indices) else None
+        return self._losses.take_nonfinite()
+
+    def forget_nonfinite(self) -> None:
+        """In place of `take_nonfinite`, where nobody asks."""
+        self._losses.forget_nonfinite()
 
     def state(self) -> dict[str, Any]:
         """All values, on the CPU: tensors, numbers, and lists and dicts of them."""
         return {
-            "loss_sum": _saved(self._loss_sum),
-            "weight": float(self._total_weight()),
+            "loss_sum": _saved(self._losses.sum),
+            "weight": float(self._losses.weight),
             "updates": self._updates,
-            "has_loss": self._has_loss,
+            "has_loss": self._losses.is_told,
             "metrics": [map_tensors(_saved, metric.states()) for metric in self.metrics],
         }
 
@@ -169,75 +142,151 @@ class Tally:
                 )
         if not ranks:
             return
-        self._loss_sum.fill_(sum(float(state["loss_sum"]) for state in ranks))
-        self._weight, self._device_weight = sum(state["weight"] for state in ranks), None
+        self._losses.go_on_from(
+            sum(float(state["loss_sum"]) for state in ranks),
+            sum(state["weight"] for state in ranks),
+            any(state["has_loss"] for state in ranks),
+        )
         self._updates = sum(state["updates"] for state in ranks)
-        self._has_loss = any(state["has_loss"] for state in ranks)
         for index, metric in enumerate(self.metrics):
             metric.merge([state["metrics"][index] for state in ranks])
 
-    def _add_loss(self, loss: Tensor, weight: int | float | Tensor) -> None:
-        self._has_loss = True
+
+class _LossSum:
+    """The weighted losses of a pass, summed up; the sums before tell which loss was the first that is no number.
+
+    What lives for some batches lies in memory of its own, here and in `_Waiting`: many small tensors between those of a
+    step would keep the C library from using what a step has let go for the next one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        exact = torch.float32 if device.type == "mps" else torch.float64
+        self._sums = torch.zeros(_APART + 1, dtype=exact, device=device)
+        self._places = self._sums.unbind()
+        self._at = self._looked_at = 0
+        self._bad: list[Tensor] = []
+        # What came as numbers, what came as tensors.
+        self._weight: int | float = 0
+        self._device_weight: Tensor | None = None
+        self.is_told = False
+        """Whether there was any loss."""
+
+    @property
+    def sum(self) -> Tensor:
+        """So far, 0-dim."""
+        return self._places[self._at]
+
+    @property
+    def weight(self) -> int | float | Tensor:
+        """What it was taken over."""
+        return self._weight if self._device_weight is None else self._device_weight + self._weight
+
+    def add(self, loss: Tensor, weight: int | float | Tensor) -> None:
+        """Take in a mean."""
+        self.is_told = True
         if isinstance(weight, Tensor):
             # The mean over nothing is NaN, and NaN times 0 would stay in the sum. What is left where nothing counts
             # (label smoothing of classes of weight 0) is the sum itself.
             nothing = weight == 0
             loss = loss.masked_fill(nothing & ~loss.isfinite(), 0.0)
-            self._loss_sum.addcmul_(loss, weight + nothing)
+            torch.addcmul(self._places[self._at], loss, weight + nothing, out=self._places[self._at + 1])
             if self._device_weight is None:
-                self._device_weight = torch.zeros_like(self._loss_sum)
+                self._device_weight = torch.zeros_like(self.sum)
             self._device_weight += weight
         elif weight:
-            self._loss_sum.add_(loss, alpha=weight)
+            torch.add(self._places[self._at], loss, alpha=weight, out=self._places[self._at + 1])
             self._weight += weight
         else:
             return
-        self._keep(loss)
+        self._at += 1
+        if self._at == _APART:
+            self._begin_anew()
 
-    def _keep(self, loss: Tensor) -> None:
-        self.recent_losses.append(loss)
-        if len(self.recent_losses) > _PACK_AFTER:
-            self.recent_losses = [_packed(self.recent_losses)]
+    def miss(self) -> None:
+        """Count a batch that adds nothing."""
+        self._places[self._at + 1].copy_(self.sum)
+        self._at += 1
+        if self._at == _APART:
+            self._begin_anew()
 
-    def _total_weight(self) -> int | float | Tensor:
-        return self._weight if self._device_weight is None else self._device_weight + self._weight
+    def _begin_anew(self) -> None:
+        self._bad.append(self._not_looked_at())
+        self._places[0].copy_(self.sum)
+        self._at = self._looked_at = 0
+
+    def _not_looked_at(self) -> Tensor:
+        return ~self._sums[self._looked_at + 1 : self._at + 1].isfinite()
+
+    def take_nonfinite(self) -> int | None:
+        """See `Tally.take_nonfinite`."""
+        bad = torch.cat([*self._bad, self._not_looked_at()])
+        self.forget_nonfinite()
+        indices = bad.cpu().nonzero()
+        return len(bad) - 1 - int(indices[0]) if len(indices) else None
+
+    def forget_nonfinite(self) -> None:
+        """See `Tally.forget_nonfinite`."""
+        self._bad, self._looked_at = [], self._at
+
+    def go_on_from(self, total: float, weight: int | float, is_told: bool) -> None:
+        """Take over what an earlier process has summed up."""
+        self.sum.fill_(total)
+        self._weight, self._device_weight, self.is_told = weight, None, is_told
 
 
 class _Waiting:
     """Copies of small batches, for metrics that count as well over several of them: a copy is cheaper than a count."""
 
     def __init__(self) -> None:
-        self._outputs: list[Tensor] = []
-        self._labels: list[Tensor] = []
         self._form: Any = None
-        self._room = 0
+        self._room = self._filled = 0
+        # Of outputs and of labels: all of it, and a part for each batch.
+        self._memory: list[Tensor] = []
+        self._places: list[tuple[Tensor, ...]] = []
 
-    def take(self, outputs: Any, labels: Any) -> list[tuple[Any, Any]]:
+    def take(self, outputs: Any, labels: Any) -> list[tuple[Tensor, ...]]:
         """Keep a batch of class scores, if it is like the one before and small.
 
         Returns:
             What is to be counted now, in order: the batches that waited as one, where they are enough; that one and a
-            batch that is not kept.
+            batch that is not kept. Good until the next call.
         """
-        if isinstance(outputs, Tensor) and isinstance(labels, Tensor):
-            form = outputs.shape, labels.shape, outputs.dtype, labels.dtype
-            if form == self._form and self._room:
-                self._outputs.append(outputs.clone())
-                self._labels.append(labels.clone())
-                return [] if len(self._outputs) < self._room else self.joined()
-            if form != self._form:
-                scores = labels.dim() > 0 and outputs.shape[:1] + outputs.shape[2:] == labels.shape
-                numbers = outputs.numel() + labels.numel()
-                self._form, self._room = form, _MOST_WAITING // numbers if scores and numbers else 0
-        return [*self.joined(), (outputs, labels)]
+        if type(outputs) is not Tensor or type(labels) is not Tensor:
+            return [*self.joined(), (outputs, labels)]
+        form = outputs.shape, labels.shape, outputs.dtype, labels.dtype
+        if form != self._form:
+            batches = [*self.joined(), (outputs, labels)]
+            self._form, self._room, self._places = form, _room_for(outputs, labels), []
+            return batches
+        if not self._room:
+            return [(outputs, labels)]
+        if not self._places:
+            self._reserve(outputs, labels)
+        for place, given in zip(self._places[self._filled], (outputs, labels), strict=True):
+            place.copy_(given)
+        self._filled += 1
+        return [] if self._filled < self._room else self.joined()
 
-    def joined(self) -> list[tuple[Tensor, Tensor]]:
+    def _reserve(self, *batch: Tensor) -> None:
+        self._memory = [part.new_empty((self._room * len(part), *part.shape[1:])) for part in batch]
+        pairs = zip(self._memory, batch, strict=True)
+        parts = [torch.split(memory, len(part)) for memory, part in pairs]
+        self._places = list(zip(*parts, strict=True))
+
+    def joined(self) -> list[tuple[Tensor, ...]]:
         """All that was kept, as one batch; none if there is nothing. It is let go."""
-        if not self._outputs:
+        if not self._filled:
             return []
-        batch = torch.cat(self._outputs), torch.cat(self._labels)
-        self._outputs, self._labels = [], []
-        return [batch]
+        samples, self._filled = self._filled * len(self._places[0][0]), 0
+        return [tuple(memory[:samples] for memory in self._memory)]
+
+
+def _room_for(outputs: Tensor, labels: Tensor) -> int:
+    """How many batches like this one wait; 0: none."""
+    scores = labels.dim() > 0 and outputs.shape[:1] + outputs.shape[2:] == labels.shape
+    numbers = outputs.numel() + labels.numel()
+    dense = outputs.layout is labels.layout is torch.strided
+    return _MOST_WAITING // numbers if scores and dense and numbers else 0
 
 
 def add_values(logs: dict[str, Tensor], metrics: Sequence[Metric]) -> None:
@@ -263,6 +312,14 @@ def _anew(metric: Metric) -> Metric:
     fresh = copy.deepcopy(metric, kept)
     fresh.reset()
     return fresh
+
+
+def _count(metrics: Sequence[Metric], batches: Sequence[tuple[Any, ...]]) -> None:
+    # A metric may compute with more than what it was given.
+    with torch.no_grad():
+        for batch in batches:
+            for metric in metrics:
+                metric.update(*batch)
 
 
 def _update_watched(metric: Metric, outputs: Any, labels: Any) -> None:
@@ -296,7 +353,3 @@ def _kept_aside(metric: Metric) -> dict[str, Any]:
 def _saved(tensor: Tensor) -> Tensor:
     # A copy, also from the CPU: what was saved must not go on with the pass.
     return tensor.detach().to("cpu", copy=True)
-
-
-def _packed(losses: list[Tensor]) -> Tensor:
-    return torch.cat([loss.reshape(-1) for loss in losses])

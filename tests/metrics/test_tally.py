@@ -224,21 +224,43 @@ def test_take_nonfinite_tells_how_many_updates_ago():
     for loss in (1.0, 2.0):
         add(running, loss, 1)
     assert running.take_nonfinite() is None
-    assert running.recent_losses == []
     for loss in (1.0, math.inf, 2.0, math.nan, 3.0):
         add(running, loss, torch.tensor(1))
     assert running.take_nonfinite() == 3
     assert running.take_nonfinite() is None
-    add(running, -math.inf, 1)
+    # The sum has no value from there on.
+    add(running, 1.0, 1)
     assert running.take_nonfinite() == 0
 
 
-def test_many_losses_are_packed_and_still_told_apart():
+def test_what_was_forgotten_is_not_told():
     running = tally()
-    for number in range(1000):
-        running.update(torch.tensor(math.nan if number == 123 else 1.0), 1, None, None)
-    assert len(running.recent_losses) < 300
-    assert running.take_nonfinite() == 999 - 123
+    add(running, math.inf, 1)
+    running.forget_nonfinite()
+    assert running.take_nonfinite() is None
+
+
+@pytest.mark.parametrize("batches", [255, 256, 257, 511, 512, 513, 1000])
+@pytest.mark.parametrize("first", [0, 123, 254])
+def test_of_many_losses_the_first_is_told(batches, first):
+    running = tally()
+    for number in range(batches):
+        if number % 7 == 6:
+            running.miss()
+        else:
+            running.update(torch.tensor(math.nan if number in (first, batches - 1) else 1.0), 1, None, None)
+    assert running.take_nonfinite() == batches - 1 - first
+    assert running.take_nonfinite() is None
+
+
+def test_of_many_losses_none_is_lost():
+    running, weights = tally(), [1 + number % 5 for number in range(1000)]
+    for number, weight in enumerate(weights):
+        running.update(torch.tensor(float(number)), weight if number % 2 else torch.tensor(weight), None, None)
+        if number % 100 == 99:
+            assert running.take_nonfinite() is None
+    mean = sum(number * weight for number, weight in enumerate(weights)) / sum(weights)
+    assert running.reduced()["loss"] == mean
 
 
 def test_losses_of_different_precision_are_looked_at_together():
