@@ -1,5 +1,6 @@
 """What must not grow: memory with the data, for its order, and with epochs. All world sizes read the same order."""
 
+import gc
 import json
 import os
 import platform
@@ -208,3 +209,22 @@ def test_elsewhere_and_where_the_user_has_said_what_is_kept_nothing_is_done(monk
     assert (looked_up() is hapi.heap._nothing) == (platform.libc_ver()[0] != "glibc")
     monkeypatch.setattr(sys, "platform", "darwin")
     assert looked_up() is hapi.heap._nothing
+
+
+def test_no_tensor_of_a_step_lives_on_in_later_ones():
+    alive = {}
+
+    def count(*_):
+        if (step := len(alive)) in (5, 35):
+            gc.collect()
+            alive[step] = sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
+        else:
+            alive[step] = 0
+
+    network = nn.Linear(8192, 3)
+    loss = nn.CrossEntropyLoss()
+    loss.register_forward_hook(count)
+    model = hapi.Model(network).prepare("sgd", loss, hapi.metrics.Accuracy())
+    # So large that one batch is read at a time.
+    model.fit((torch.ones(40 * 32, 8192), torch.zeros(40 * 32, dtype=torch.int64)), batch_size=32, verbose=0)
+    assert alive[5] == alive[35] > 0

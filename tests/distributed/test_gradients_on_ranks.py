@@ -317,15 +317,21 @@ def test_options_that_hapi_replaces_are_refused(option):
         prepared(ddp_options={option: True})
 
 
-def with_options() -> float:
+def with_options(counted: bool) -> float:
     """Options that only change how gradients travel."""
-    model = prepared(ddp_options={"bucket_cap_mb": 1, "gradient_as_bucket_view": False})
+    net = Line(1.0)
+    loss = (lambda outputs, _: (outputs.sum(), len(outputs))) if counted else mean_output
+    model = hapi.Model(net).prepare(
+        torch.optim.SGD(net.parameters(), lr=1.0), loss,
+        ddp_options={"bucket_cap_mb": 1, "gradient_as_bucket_view": False},
+    )  # fmt: skip
     model.fit(ramp(6), global_batch_size=3, shuffle=False, accumulate_grad_batches=2, verbose=0)
     return model.network.value
 
 
-def test_other_options_change_no_number(ranks):
-    assert same(ranks(2).run(with_options)) == 1 - 2.5
+@pytest.mark.parametrize("counted", [False, True])
+def test_other_options_change_no_number(ranks, counted):
+    assert same(ranks(2).run(with_options, counted)) == 1 - 2.5
 
 
 def mixed_forms() -> str:
