@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hapi.distributed import group
 from hapi.metrics.tally import Tally
@@ -14,10 +14,19 @@ _SECONDS = 0.5
 _MOST_STEPS = 4096
 
 
+class _Asked(NamedTuple):
+    """What the ranks were asked, and where: the answer is under way."""
+
+    answer: group.PendingMax
+    epoch: int
+    step: int
+
+
 class Agreement:
     """A meeting every k optimizer steps, k such that it comes about twice a second: one tiny collective.
 
-    k is agreed in the meeting itself, so ranks of different speed never miss each other.
+    k is agreed in the meeting itself, so ranks of different speed never miss each other. Several ranks ask one another
+    a step before, so that nobody waits for the answer: it goes round meanwhile.
 
     Args:
         model: Its `stop_training` is what a rank asks for; after a meeting it is the same on all ranks.
@@ -45,6 +54,7 @@ class Agreement:
         self._alone = group.get_world_size() == 1
         self._interval = 1
         self._countdown = 1
+        self._asked: _Asked | None = None
         self._since = time.monotonic()
         self.signal = 0
         self.saves = False
@@ -65,14 +75,14 @@ class Agreement:
         """
         self.saves = False
         self._countdown -= 1
-        if self._countdown <= 0:
-            self._meet(tally, epoch, step)
-        elif not self._alone:
-            return False
-        else:
+        if self._alone and self._countdown > 0:
             # A process without others needs no meeting.
             self.signal = self._signals.received
-        return bool(self._model.stop_training)
+            return bool(self._model.stop_training)
+        stops = self._countdown <= 0 and self._meet(tally, epoch, step)
+        if self._countdown == 1 and not (self._alone or stops or self.saves or self.signal):
+            self._asked = self._ask(tally, epoch, step, *self._wishes())
+        return stops
 
     def in_evaluation(self) -> bool:
         """Called after each step of an evaluation within fit: whether a signal ends it."""
@@ -98,8 +108,7 @@ class Agreement:
 
     def stops(self) -> bool:
         """Whether a rank has asked to stop, at the end of an epoch or of an evaluation; what one was told, all know."""
-        self._exchange(None, 0, 0)
-        return bool(self._model.stop_training)
+        return self._exchange(None, 0, 0)
 
     def end_epoch(self, tally: Tally, epoch: int, step: int) -> None:
         """After the last step of an epoch, before anything of it is kept: all ranks know who has asked to stop.
@@ -116,17 +125,32 @@ class Agreement:
             )
         self._exchange(tally, epoch, step)
 
-    def _meet(self, tally: Tally | None, epoch: int, step: int) -> None:
-        seconds = (time.monotonic() - self._since) / self._interval
-        interval = min(_MOST_STEPS, 2 * self._interval, max(1, int(_SECONDS / max(seconds, 1e-9))))
-        slowest, *wishes = self._exchange(tally, epoch, step, -float(interval), *map(float, self._wants_save(None)))
+    def _meet(self, tally: Tally | None, epoch: int, step: int) -> bool:
+        """Agree on whether to stop, to save, and when to meet next; whether all stop."""
+        asked, self._asked = self._asked or self._ask(tally, epoch, step, *self._wishes()), None
+        stops, slowest, *wishes = self._answer(asked)
         self._interval = self._countdown = max(1, -int(slowest))
-        self._since = time.monotonic()
         # In an evaluation nothing is saved; whoever wants it asks again.
         self.saves = any(self._wants_save([bool(wish) and tally is not None for wish in wishes]))
+        return bool(stops)
 
-    def _exchange(self, tally: Tally | None, epoch: int, step: int, *more: float) -> list[float]:
-        """The one collective: agree on whether to stop, raise if a loss is not finite, give the maxima of more values.
+    def _wishes(self) -> list[float]:
+        """In how many steps this rank would meet next, as `_ask` takes the largest; whether it is time to save."""
+        now = time.monotonic()
+        seconds, self._since = (now - self._since) / self._interval, now
+        interval = min(_MOST_STEPS, 2 * self._interval, max(1, int(_SECONDS / max(seconds, 1e-9))))
+        return [-float(interval), *map(float, self._wants_save(None))]
+
+    def _exchange(self, tally: Tally | None, epoch: int, step: int) -> bool:
+        """Agree here and now on whether to stop."""
+        if self._asked is not None:
+            asked, self._asked = self._asked, None
+            self._answer(asked)
+            self._countdown = self._interval
+        return bool(self._answer(self._ask(tally, epoch, step))[0])
+
+    def _ask(self, tally: Tally | None, epoch: int, step: int, *more: float) -> _Asked:
+        """Begin the one collective.
 
         Args:
             tally: Whose losses are looked at; None: none.
@@ -137,17 +161,25 @@ class Agreement:
         ago = tally.take_nonfinite() if tally is not None and self._watches_loss else None
         if tally is not None and not self._watches_loss:
             tally.forget_nonfinite()
-        asked, number, bad, most, *others = group.reduce_max(
-            [
-                float(self._model.stop_training), float(self._signals.received), float(ago is not None),
-                float(ago or 0), *more,
-            ]
-        )  # fmt: skip
+        values = [
+            float(self._model.stop_training), float(self._signals.received), float(ago is not None), float(ago or 0),
+            *more,
+        ]  # fmt: skip
+        return _Asked(group.PendingMax(values), epoch, step)
+
+    def _answer(self, asked: _Asked) -> list[float]:
+        """Wait for it: whether all stop, and the largest of what else was asked.
+
+        Raises:
+            RuntimeError: A loss was infinite or NaN, on any rank.
+        """
+        stops, number, bad, most, *others = asked.answer.wait()
         if bad:
-            raise nonfinite(epoch, step - int(most))
-        self._model.stop_training = bool(asked)
+            raise nonfinite(asked.epoch, asked.step - int(most))
+        # What this rank has asked for since then is left for the next meeting.
+        self._model.stop_training |= bool(stops)
         self.signal = int(number)
-        return others
+        return [stops, *others]
 
 
 def nonfinite(epoch: int, step: int) -> RuntimeError:

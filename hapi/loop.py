@@ -378,7 +378,7 @@ def _keyed(run: Run, feed: Feed, kind: str) -> Callable[[Piece], None] | None:
 
 def _refuse_empty(name: str, last_step: int) -> None:
     """Raise on every rank if no rank has had a batch; found out only for data whose length shows at its end."""
-    if group.reduce_max([float(last_step)])[0] < 0:
+    if group.PendingMax([float(last_step)]).wait()[0] < 0:
         raise ValueError(
             f"{name} gave no batch, so there is nothing to compute on: it is empty, or it can be iterated only once. "
             "Pass data with at least one sample, whose __iter__ starts anew each time."

@@ -87,7 +87,7 @@ class Stepper:
         self._form: Form | None = None
         self._divides = False
         self._weight: torch.Tensor | None = None
-        """What this rank's part of the window weighs, where losses tell."""
+        """What this rank's part of the window weighs, where losses tell; in the end, the mean over the ranks."""
         self.window_open = False
         """Whether gradients lie there that no update has taken yet."""
         self.replica = Replica(network, prepared.objective.module, self._compute)
@@ -172,8 +172,7 @@ class Stepper:
         if inputs is None:
             self._pass_without_samples(last, window_total)
         else:
-            # Alone no module's call is needed.
-            run = self.replica if self._exchange is None else partial(self._exchange.forward, last)
+            run = self.replica.forward if self._exchange is None else partial(self._exchange.forward, last)
             value, weight, outcome = run(inputs, labels, size, window_total)
             if self._form is None or isinstance(outcome.weight, torch.Tensor) != self._form.counted:
                 self._agree_on_form(outcome, window_total)
@@ -181,7 +180,9 @@ class Stepper:
         self.window_open = True
         self._divides |= window_total is None or (self._form is not None and self._form.counted)
         if last and self._exchange is not None:
-            self._exchange.complete(self._weight)
+            marks = self._exchange.complete(self._weight)
+            if self._divides:
+                self._weight = marks[-1]
         return outcome
 
     def _directly(self, kind: str, inputs: Inputs, labels: Any, size: int) -> tuple[Any, Any] | None:
@@ -381,11 +382,10 @@ class Stepper:
         return loss, outputs
 
     def _divide_by_weights(self) -> None:
-        weight = self._weight if self._exchange is None else self._exchange.weight
-        if weight is None:
+        if self._weight is None:
             return
         # A window in which nothing counts (all labels ignored) has zero sums: they stay zero.
-        weight = divisor(weight)
+        weight = divisor(self._weight)
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.div_(weight.to(parameter.grad.device))

@@ -215,7 +215,7 @@ def test_no_tensor_of_a_step_lives_on_in_later_ones():
     alive = {}
 
     def count(*_):
-        if (step := len(alive)) in (5, 35):
+        if (step := len(alive)) in (300, 330):
             gc.collect()
             alive[step] = sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
         else:
@@ -226,5 +226,6 @@ def test_no_tensor_of_a_step_lives_on_in_later_ones():
     loss.register_forward_hook(count)
     model = hapi.Model(network).prepare("sgd", loss, hapi.metrics.Accuracy())
     # So large that one batch is read at a time.
-    model.fit((torch.ones(40 * 32, 8192), torch.zeros(40 * 32, dtype=torch.int64)), batch_size=32, verbose=0)
-    assert alive[5] == alive[35] > 0
+    data = torch.ones(1, 8192).expand(340 * 32, 8192), torch.zeros(340 * 32, dtype=torch.int64)
+    model.fit(data, batch_size=32, verbose=0)
+    assert alive[300] == alive[330] > 0

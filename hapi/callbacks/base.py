@@ -274,7 +274,7 @@ class CallbackList:
 
     def saves_at(self, steps_trained: int) -> bool:
         """Whether any callback saves after so many steps."""
-        return bool(self.savers) and any([saver.saves_at(steps_trained) for saver in self.savers])
+        return any([saver.saves_at(steps_trained) for saver in self.savers])
 
     def wants_save(self, agreed: Sequence[bool] | None = None) -> Sequence[bool]:
         """Whether it is time to save, for each saver.

@@ -179,7 +179,7 @@ class SharedLoaderFeed(Feed):
         self._sizes_known = self._batched and isinstance(loader.collate_fn, Collate)
         # How far a loader with its prefetching workers reads ahead; the same everywhere, since broadcasts follow it.
         ahead = loader.num_workers * (loader.prefetch_factor or 0) + 2
-        self._depth = int(group.reduce_max([float(ahead)])[0])
+        self._depth = int(group.PendingMax([float(ahead)]).wait()[0])
         self.global_batch = None if loader.batch_size is None else loader.batch_size * self._world_size
         if type(loader.batch_sampler) is BatchSampler and not loader.drop_last:
             self.samples = known_length(loader.sampler)

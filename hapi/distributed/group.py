@@ -132,7 +132,7 @@ def compares_places() -> bool:
 
 
 def meet() -> None:
-    """Called before collectives that are torch's own: with HAPI_DEBUG set all ranks see that they begin them together.
+    """Called before torch's own collectives: with HAPI_DEBUG set all ranks see that they begin them together.
 
     Raises:
         RuntimeError: They are in different places.
@@ -313,13 +313,21 @@ def gather_objects(value: T) -> list[T]:
     return gathered
 
 
-def reduce_max(values: Sequence[float]) -> list[float]:
-    """The largest of each value over the ranks."""
-    if not is_initialized():
-        return list(values)
-    tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=_meeting())
-    return [float(value) for value in tensor]
+class PendingMax:
+    """The largest of each value over the ranks, under way while the caller computes."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._values, self._work = list(values), None
+        if is_initialized():
+            self._tensor = torch.tensor(values, dtype=torch.float64)
+            self._work = dist.all_reduce(self._tensor, op=dist.ReduceOp.MAX, group=_meeting(), async_op=True)
+
+    def wait(self) -> list[float]:
+        """The largest ones."""
+        if self._work is not None:
+            self._work.wait()
+            self._values = self._tensor.tolist()
+        return self._values
 
 
 class PendingSum:

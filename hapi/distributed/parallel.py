@@ -55,9 +55,6 @@ class Replica(nn.Module):
         """The computation; without arguments, for a rank without samples, nothing."""
         return self._compute(*arguments) if arguments else None
 
-    # Not a module's call, which looks for hooks: nobody hangs any on a replica.
-    __call__ = forward
-
     def own(self) -> list[nn.Parameter]:
         """The parameters of network and companions."""
         return [p for p in self.parameters() if p is not self.marks]
@@ -150,9 +147,10 @@ class GradientExchange:
         assert self._wrapped is not None
         self._passes += 1
         if not last:
-            # What comes backward does not ask any more.
             with self._wrapped.no_sync():
                 return self._wrapped.forward(*arguments)  # type: ignore[no-untyped-call]
+        # Of a window that was broken off.
+        self._marks.grad = None
         # What earlier passes have left tells, once it is the same after the last one, that this one did not reach it.
         self._before = [_Contents.of(p) for p in self._trained] if self._passes > 1 else self._nothing_before
         return self._wrapped.forward(*arguments)  # type: ignore[no-untyped-call]
@@ -165,32 +163,30 @@ class GradientExchange:
             last: Whether the window ends with it.
             weight: What this rank's part of the window weighs, 0-dim; None: nobody asks.
         """
-        # The marks are put right in DDP's own memory, where it is the gradient's too.
-        if not last or not self._is_view:
+        if not last or not self._marks_along:
             torch.autograd.backward(objective)
             return
         # Usually a batch reaches every parameter, and with the marks DDP then has all that it waits for.
         self._marked = True
         torch.autograd.backward([objective, self._marks], [None, self._marked_all(weight)])
 
-    def complete(self, weight: torch.Tensor | None) -> None:
+    def complete(self, weight: torch.Tensor | None) -> torch.Tensor:
         """Called after the last backward of each window, on every rank: closes what DDP still waits for.
 
         Args:
-            weight: As of `backward`; None too on a rank without samples.
+            weight: As of `backward`; None too where this rank has had no sample in the window.
+
+        Returns:
+            The gradient of `Replica.marks`, the mean over the ranks.
         """
         marks = self._marks
         reached = [parameter.grad is not None for parameter in self._trained]
         everything = all(reached)
         if not (self._marked and everything and self._passes == 1):
             self._close(reached, everything, weight)
-        self._received, marks.grad = marks.grad, None
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """What the window just completed weighs, the mean over the ranks, 0-dim."""
-        assert self._received is not None
-        return self._received[-1]
+        received, marks.grad = marks.grad, None
+        assert received is not None
+        return received
 
     def _close(self, reached: list[bool], everything: bool, weight: torch.Tensor | None) -> None:
         marks = self._marks
@@ -229,7 +225,11 @@ class GradientExchange:
         self.replica._ddp_params_and_buffers_to_ignore = ignored
         wrapped = _FixedBuckets(self.replica, **{"gradient_as_bucket_view": True, **self._options})
         wrapped.fix_buckets()
-        self._is_view = bool(wrapped.gradient_as_bucket_view)
+        # They are put right in DDP's own memory, where it is the gradient's too, as long as their bucket is not sent.
+        # That need not be the last one where there are several dtypes or devices, each of which has its own.
+        marks = self._marks
+        alike = all([p.dtype == marks.dtype and p.device == marks.device for p in self._trained])
+        self._marks_along = alike and bool(wrapped.gradient_as_bucket_view)
         return wrapped
 
     def _unwrap(self) -> None:

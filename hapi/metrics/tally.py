@@ -50,7 +50,7 @@ class Tally:
             loss: The batch's mean loss, 0-dim, detached; None: there is none.
             weight: What the mean was taken over: a number of samples or tokens, or a 0-dim tensor.
             outputs: The network's outputs, as the metrics take them, detached.
-            labels: The batch's labels, likewise.
+            labels: The batch's labels.
 
         Raises:
             TypeError: A metric keeps something in an attribute that it did not declare as a state.
@@ -162,9 +162,13 @@ class _LossSum:
     def __init__(self, device: torch.device) -> None:
         exact = torch.float32 if device.type == "mps" else torch.float64
         self._sums = torch.zeros(_APART + 1, dtype=exact, device=device)
-        self._places = self._sums.unbind()
+        # Each of them, as far as they are needed: twice as many each time, so that few are made between steps.
+        self._places = [self._sums[0]]
         self._at = self._looked_at = 0
-        self._bad: list[Tensor] = []
+        # How many sums were no number, of those that were looked at; the last ones.
+        self._bad = torch.zeros((), dtype=torch.int64, device=device)
+        # A sum without a value, which was taken over.
+        self._before: float | None = None
         # What came as numbers, what came as tensors.
         self._weight: int | float = 0
         self._device_weight: Tensor | None = None
@@ -174,7 +178,7 @@ class _LossSum:
     @property
     def sum(self) -> Tensor:
         """So far, 0-dim."""
-        return self._places[self._at]
+        return self._places[self._at] if self._before is None else self._places[self._at] + self._before
 
     @property
     def weight(self) -> int | float | Tensor:
@@ -189,48 +193,51 @@ class _LossSum:
             # (label smoothing of classes of weight 0) is the sum itself.
             nothing = weight == 0
             loss = loss.masked_fill(nothing & ~loss.isfinite(), 0.0)
-            torch.addcmul(self._places[self._at], loss, weight + nothing, out=self._places[self._at + 1])
+            before, after = self._next()
+            torch.addcmul(before, loss, weight + nothing, out=after)
             if self._device_weight is None:
-                self._device_weight = torch.zeros_like(self.sum)
+                self._device_weight = torch.zeros_like(before)
             self._device_weight += weight
         elif weight:
-            torch.add(self._places[self._at], loss, alpha=weight, out=self._places[self._at + 1])
+            before, after = self._next()
+            torch.add(before, loss, alpha=weight, out=after)
             self._weight += weight
-        else:
-            return
-        self._at += 1
-        if self._at == _APART:
-            self._begin_anew()
 
     def miss(self) -> None:
         """Count a batch that adds nothing."""
-        self._places[self._at + 1].copy_(self.sum)
-        self._at += 1
+        before, after = self._next()
+        after.copy_(before)
+
+    def _next(self) -> tuple[Tensor, Tensor]:
+        """Where the sum is, and where the one after it goes."""
         if self._at == _APART:
-            self._begin_anew()
+            self._look()
+            self._places[0].copy_(self._places[self._at])
+            self._at = self._looked_at = 0
+        self._at += 1
+        if self._at == len(self._places):
+            self._places += self._sums[self._at : 2 * self._at].unbind()
+        return self._places[self._at - 1], self._places[self._at]
 
-    def _begin_anew(self) -> None:
-        self._bad.append(self._not_looked_at())
-        self._places[0].copy_(self.sum)
-        self._at = self._looked_at = 0
-
-    def _not_looked_at(self) -> Tensor:
-        return ~self._sums[self._looked_at + 1 : self._at + 1].isfinite()
+    def _look(self) -> None:
+        self._bad = self._bad + (~self._sums[self._looked_at + 1 : self._at + 1].isfinite()).sum()
 
     def take_nonfinite(self) -> int | None:
         """See `Tally.take_nonfinite`."""
-        bad = torch.cat([*self._bad, self._not_looked_at()])
+        self._look()
+        bad = int(self._bad)
         self.forget_nonfinite()
-        indices = bad.cpu().nonzero()
-        return len(bad) - 1 - int(indices[0]) if len(indices) else None
+        # Once one is no number, none is any more.
+        return bad - 1 if bad else None
 
     def forget_nonfinite(self) -> None:
         """See `Tally.forget_nonfinite`."""
-        self._bad, self._looked_at = [], self._at
+        self._bad, self._looked_at = torch.zeros_like(self._bad), self._at
 
     def go_on_from(self, total: float, weight: int | float, is_told: bool) -> None:
         """Take over what an earlier process has summed up."""
-        self.sum.fill_(total)
+        self._before = None if math.isfinite(total) else total
+        self._places[self._at].fill_(total if self._before is None else 0.0)
         self._weight, self._device_weight, self.is_told = weight, None, is_told
 
 
@@ -240,7 +247,7 @@ class _Waiting:
     def __init__(self) -> None:
         self._form: Any = None
         self._room = self._filled = 0
-        # Of outputs and of labels: all of it, and a part for each batch.
+        # Of outputs and of labels: all of it, and a part for each batch, as far as they are needed.
         self._memory: list[Tensor] = []
         self._places: list[tuple[Tensor, ...]] = []
 
@@ -260,18 +267,20 @@ class _Waiting:
             return batches
         if not self._room:
             return [(outputs, labels)]
-        if not self._places:
-            self._reserve(outputs, labels)
-        for place, given in zip(self._places[self._filled], (outputs, labels), strict=True):
-            place.copy_(given)
+        if self._filled == len(self._places):
+            self._add_places(outputs, labels)
+        place, place_of_labels = self._places[self._filled]
+        place.copy_(outputs)
+        place_of_labels.copy_(labels.detach())
         self._filled += 1
         return [] if self._filled < self._room else self.joined()
 
-    def _reserve(self, *batch: Tensor) -> None:
-        self._memory = [part.new_empty((self._room * len(part), *part.shape[1:])) for part in batch]
-        pairs = zip(self._memory, batch, strict=True)
-        parts = [torch.split(memory, len(part)) for memory, part in pairs]
-        self._places = list(zip(*parts, strict=True))
+    def _add_places(self, *batch: Tensor) -> None:
+        if not self._places:
+            self._memory = [part.new_empty((self._room * len(part), *part.shape[1:])) for part in batch]
+        size, there = len(batch[0]), len(self._places)
+        more = slice(there * size, min(max(1, 2 * there), self._room) * size)
+        self._places += zip(*(torch.split(memory[more], size) for memory in self._memory), strict=True)
 
     def joined(self) -> list[tuple[Tensor, ...]]:
         """All that was kept, as one batch; none if there is nothing. It is let go."""
@@ -286,7 +295,8 @@ def _room_for(outputs: Tensor, labels: Tensor) -> int:
     scores = labels.dim() > 0 and outputs.shape[:1] + outputs.shape[2:] == labels.shape
     numbers = outputs.numel() + labels.numel()
     dense = outputs.layout is labels.layout is torch.strided
-    return _MOST_WAITING // numbers if scores and dense and numbers else 0
+    room = _MOST_WAITING // numbers if scores and dense and numbers else 0
+    return room if room > 1 else 0
 
 
 def add_values(logs: dict[str, Tensor], metrics: Sequence[Metric]) -> None:
@@ -315,8 +325,10 @@ def _anew(metric: Metric) -> Metric:
 
 
 def _count(metrics: Sequence[Metric], batches: Sequence[tuple[Any, ...]]) -> None:
-    # A metric may compute with more than what it was given.
-    with torch.no_grad():
+    if not batches:
+        return
+    # A metric may compute with more than what it was given. Not by no_grad(), which makes twice as many calls.
+    with torch.set_grad_enabled(False):
         for batch in batches:
             for metric in metrics:
                 metric.update(*batch)

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hapi
 from hapi.distributed import group
+from hapi.distributed.parallel import GradientExchange
 
 
 def fit_batches(sizes: list[int], accumulate: int, in_loader: bool = False) -> tuple[float, list[float], int]:
@@ -420,3 +421,31 @@ def noisy_weights(by_hook: bool) -> float:
 def test_what_an_optimizer_draws_moves_all_ranks_alike(ranks, by_hook):
     weight = same(ranks(2).run(noisy_weights, by_hook))
     assert weight == same(ranks(2).run(noisy_weights, by_hook)) != 1.0
+
+
+def interrupted(is_interrupted: bool) -> list[float]:
+    """Two batches of one window, of which the first one is broken off after its pass, or meant for no update."""
+    torch.manual_seed(0)
+    net = nn.Linear(6, 5)
+    model = hapi.Model(net).prepare(torch.optim.SGD(net.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    rows = slice(5 * group.get_rank(), 5 * group.get_rank() + 5)
+    x, y = torch.randn(10, 6, generator=torch.Generator().manual_seed(1))[rows], torch.arange(10)[rows] % 5
+    model.train_batch(x, y)
+    if is_interrupted:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(GradientExchange, "complete", _broken_off)
+            with pytest.raises(KeyboardInterrupt):
+                model.train_batch(x, y)
+    else:
+        model.train_batch(x, y, update=False)
+    model.train_batch(x, y)
+    return net.weight.flatten().tolist()
+
+
+def _broken_off(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_what_a_broken_off_window_weighed_is_counted_once(ranks):
+    wanted = same(ranks(2).run(interrupted, False))
+    assert same(ranks(2).run(interrupted, True)) == pytest.approx(wanted, abs=1e-7)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import routed_cases as routed
 import torch
-from ranks import alone
+from ranks import alone, same
+from torch import nn
+
+import hapi
 
 CASES = 120
 PER_TEST = 30
@@ -27,3 +32,50 @@ def test_a_part_of_the_network_trains_as_in_one_process_whoever_reaches_it(ranks
         if any(not torch.equal(a, b) for result in results[1:] for a, b in zip(result, results[0], strict=True)):
             failures.append(f"ranks differ: {case}")
     assert not failures, "\n".join(failures)
+
+
+class Apart(nn.Module):
+    """Layers of which one is never used and one by the first rank alone, in dtypes of their own."""
+
+    def __init__(self, dtypes: list[torch.dtype]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.never, self.now_and_then, self.last = (nn.Linear(4, 4, dtype=dtype) for dtype in dtypes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in [self.first] + [self.now_and_then] * bool(x[0, 0] > 0) + [self.last]:
+            x = layer(x.to(layer.weight.dtype))
+        return x
+
+
+def train_apart(dtypes: list[torch.dtype]) -> tuple[Any, ...]:
+    """Two steps, in which only the first rank uses all layers but one; weights, and what the optimizer keeps."""
+    net = Apart(dtypes)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
+    x = torch.ones(8, 4)
+    x[[2, 3, 6, 7], 0] = -1
+    model = hapi.Model(net).prepare(optimizer, lambda outputs, _: outputs.float().mean())
+    model.fit((x, torch.zeros(8)), global_batch_size=4, shuffle=False, verbose=0)
+    kept = [name for name, parameter in net.named_parameters() if optimizer.state.get(parameter)]
+    return [parameter.tolist() for parameter in net.parameters()], kept
+
+
+HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        [SINGLE] * 4,
+        [DOUBLE] * 4,
+        [HALF] * 4,
+        [SINGLE, HALF, HALF, SINGLE],
+        [HALF, SINGLE, SINGLE, HALF],
+        [DOUBLE, SINGLE, HALF, SINGLE],
+    ],
+)
+def test_what_no_rank_reaches_has_no_gradient_whatever_the_dtypes(ranks, dtypes):
+    weights, kept = same(ranks(2).run(train_apart, dtypes))
+    untouched = Apart(dtypes).never
+    assert kept == [f"{layer}.{part}" for layer in ("first", "now_and_then", "last") for part in ("weight", "bias")]
+    assert weights[2:4] == [untouched.weight.tolist(), untouched.bias.tolist()]

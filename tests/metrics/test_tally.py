@@ -240,6 +240,52 @@ def test_what_was_forgotten_is_not_told():
     assert running.take_nonfinite() is None
 
 
+def test_a_sum_without_a_value_that_was_taken_over_is_no_loss_of_this_run():
+    before, running = tally(), tally()
+    add(before, math.inf, 1)
+    running.go_on_from([before.state()])
+    add(running, 1.0, 1)
+    assert running.take_nonfinite() is None
+    assert running.logs()["loss"].item() == running.reduced()["loss"] == math.inf
+    add(running, math.nan, 1)
+    assert running.take_nonfinite() == 0
+
+
+def test_a_tally_and_small_batches_that_wait_make_few_tensors(monkeypatch):
+    made = []
+    for name in ("unbind", "split", "new_empty", "__getitem__"):
+        original = getattr(torch.Tensor, name)
+
+        def counting(*args, original=original, **kwargs):
+            parts = original(*args, **kwargs)
+            made.extend(parts if isinstance(parts, tuple) else [parts])
+            return parts
+
+        monkeypatch.setattr(torch.Tensor, name, counting)
+    running = tally(Accuracy())
+    assert len(made) < 10
+    generator = torch.Generator().manual_seed(0)
+    hits = samples = 0
+    # In twos, so that each second one waits.
+    for number in range(40):
+        size = 1 + number // 2 % 2
+        outputs, labels = torch.randn(size, 2, generator=generator), torch.randint(2, (size,), generator=generator)
+        running.update(None, size, outputs, labels)
+        hits, samples = hits + int((outputs.argmax(1) == labels).sum()), samples + size
+    assert len(made) < 40 * 15
+    assert running.reduced()["acc"] == pytest.approx(hits / samples)
+
+
+def test_labels_with_a_graph_wait_as_others_do():
+    outputs, scale = torch.randn(4, 1, generator=torch.Generator().manual_seed(0)).sigmoid(), torch.ones(())
+    scale.requires_grad_(True)
+    running, plain = tally(Accuracy()), tally(Accuracy())
+    for _ in range(3):
+        running.update(None, 4, outputs, torch.tensor([[0.0], [1.0], [1.0], [0.0]]) * scale)
+        plain.update(None, 4, outputs, torch.tensor([[0.0], [1.0], [1.0], [0.0]]))
+    assert running.reduced() == plain.reduced()
+
+
 @pytest.mark.parametrize("batches", [255, 256, 257, 511, 512, 513, 1000])
 @pytest.mark.parametrize("first", [0, 123, 254])
 def test_of_many_losses_the_first_is_told(batches, first):
