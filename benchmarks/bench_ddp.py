@@ -7,7 +7,7 @@ A way is fresh processes that train over gloo, on one thread each; the ways take
 epoch by epoch (see turns.py).
 CPU time, of all processes together, says more than elapsed time where other programs are running.
 
-Random numbers in the shapes of MNIST, 60000 rows, 784 a row, batch 32 a process; 784-512-10 with dropout, Adam.
+Random numbers in the shapes of MNIST, 60000 rows, 784 a row, batch 32 a process; the network of `bench_fit.mlp`, Adam.
 
 The iterable gives whole batches and shards itself, so that all that `fit-iterable` does besides is to agree with the
 other process on whether either still has data. `fit-unasked` is the same without that agreement, which only equal
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_fit import adam, mlp
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset
@@ -44,11 +45,6 @@ def steps_on(ranks: int) -> int:
 
 
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
-
-
-def make_network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Dropout(0.2), nn.Linear(512, 10))
 
 
 def make_data(steps: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,16 +100,14 @@ def fit_unasked(laps: Laps, steps: int) -> None:
 def fit_on(data: Any, laps: Laps, **options: Any) -> None:
     import hapi
 
-    network = make_network()
+    network = mlp()
 
     class Marks(hapi.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             laps.mark(loss=logs["loss"])
 
     laps.pause_within_fit()
-    model = hapi.Model(network).prepare(
-        torch.optim.Adam(network.parameters(), lr=1e-3, fused=True), nn.CrossEntropyLoss(), hapi.metrics.Accuracy()
-    )
+    model = hapi.Model(network).prepare(adam(network), nn.CrossEntropyLoss(), hapi.metrics.Accuracy())
     model.fit(data, epochs=10**6, callbacks=[Marks()], **options)
 
 
@@ -137,10 +131,10 @@ def hand_iterable(laps: Laps, steps: int) -> None:
 
 
 def hand_on(batches: Callable[[], Batches], laps: Laps) -> None:
-    network = make_network()
+    network = mlp()
     torch.distributed.init_process_group("gloo")
     wrapped = nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
-    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3, fused=True)
+    optimizer = adam(network)
     while True:
         loss_sum, correct, samples = torch.zeros(()), torch.zeros((), dtype=torch.int64), 0
         for step, (x, y) in enumerate(batches(), 1):

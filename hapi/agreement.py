@@ -29,7 +29,7 @@ class Agreement:
     a step before, so that nobody waits for the answer: it goes round meanwhile.
 
     Args:
-        model: Its `stop_training` is what a rank asks for; after a meeting it is the same on all ranks.
+        model: Its `stop_training` is what a rank asks for; what one has asked for, a meeting sets on all ranks.
         nan_policy: "stop" raises on a loss that is not finite, "ignore" lets it pass.
         signals: The stop signals of this process.
         wants_save: Whether it is time to save, for each that may, as this rank sees it. Called once more with what all

@@ -52,9 +52,9 @@ def model() -> SimpleNamespace:
     return SimpleNamespace(stop_training=False)
 
 
-def stepping(model: SimpleNamespace, tally: Tally, **options: str) -> Callable[[], bool]:
+def stepping(model: SimpleNamespace, tally: Tally) -> Callable[[], bool]:
     """What a step's end says, for one step after the other."""
-    meeting = Agreement(model, options.get("nan_policy", "stop"), StopSignals())
+    meeting = Agreement(model, "stop", StopSignals())
     count = iter(range(1000))
     return lambda: meeting.after_step(tally, 0, next(count))
 
