@@ -17,16 +17,17 @@ _MOST_STEPS = 4096
 class _Asked(NamedTuple):
     """What the ranks were asked, and where: the answer is under way."""
 
-    answer: group.PendingMax
+    answer: group.Pending
     epoch: int
     step: int
 
 
 class Agreement:
-    """A meeting every k optimizer steps, k such that it comes about twice a second: one tiny collective.
+    """A meeting every k optimizer steps, k such that it comes about twice a second: one tiny collective, and one look at the
+    losses since the last, for which a device's queue is waited for.
 
     k is agreed in the meeting itself, so ranks of different speed never miss each other. Several ranks ask one another
-    a step before, so that nobody waits for the answer: it goes round meanwhile.
+    a step before, if k is more than 1, so that nobody waits for the answer: it goes round meanwhile.
 
     Args:
         model: Its `stop_training` is what a rank asks for; what one has asked for, a meeting sets on all ranks.
@@ -80,7 +81,9 @@ class Agreement:
             self.signal = self._signals.received
             return bool(self._model.stop_training)
         stops = self._countdown <= 0 and self._meet(tally, epoch, step)
-        if self._countdown == 1 and not (self._alone or stops or self.saves or self.signal):
+        # Where steps take so long that all meet after each, the answer of the one before would be late by a whole step.
+        ahead = self._countdown == 1 < self._interval
+        if ahead and not (self._alone or stops or self.saves or self.signal):
             self._asked = self._ask(tally, epoch, step, *self._wishes())
         return stops
 
@@ -93,13 +96,13 @@ class Agreement:
             self.signal = self._signals.received
         return bool(self.signal)
 
-    def before_save(self, tally: Tally, epoch: int, step: int) -> None:
-        """Called before a save within an epoch: no weights that a loss has spoilt are kept.
+    def before_save(self, tally: Tally, epoch: int, step: int) -> bool:
+        """Called before a save within an epoch: whether all ranks stop here. No weights that a loss has spoilt are kept.
 
         Raises:
             RuntimeError: A loss since the last meeting was infinite or NaN, on any rank.
         """
-        self._exchange(tally, epoch, step)
+        return self._exchange(tally, epoch, step)
 
     @property
     def told(self) -> bool:
@@ -165,7 +168,7 @@ class Agreement:
             float(self._model.stop_training), float(self._signals.received), float(ago is not None), float(ago or 0),
             *more,
         ]  # fmt: skip
-        return _Asked(group.PendingMax(values), epoch, step)
+        return _Asked(group.begin_max(values), epoch, step)
 
     def _answer(self, asked: _Asked) -> list[float]:
         """Wait for it: whether all stop, and the largest of what else was asked.

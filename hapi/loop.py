@@ -89,6 +89,7 @@ def fit(run: Run, plan: FitPlan, agreement: Agreement) -> None:
     logs: dict[str, float] = {}
     within = None
     run.stepper.begin(plan.resumed.form if plan.resumed else None)
+    plan.train.until = plan.last_epoch if plan.num_iters is None else 0
     callbacks.call("on_train_begin")
     if plan.resumed is not None:
         callbacks.load_state_dict(plan.resumed.callbacks)
@@ -218,11 +219,11 @@ def _ends_here(run: Run, plan: FitPlan, agreement: Agreement, tally: Tally, epoc
         Stopped: By a signal.
     """
     stops = agreement.after_step(tally, epoch, step)
-    plan.cursor.stopped = stops
     savers = run.callbacks.savers
     due = agreement.saves or (bool(savers) and run.callbacks.saves_at(run.model.steps_trained))
     if due or agreement.signal:
-        agreement.before_save(tally, epoch, step)
+        stops |= agreement.before_save(tally, epoch, step)
+    plan.cursor.stopped = stops
     if due:
         _save(run, plan, stopping=False)
     if agreement.signal:
@@ -378,7 +379,7 @@ def _keyed(run: Run, feed: Feed, kind: str) -> Callable[[Piece], None] | None:
 
 def _refuse_empty(name: str, last_step: int) -> None:
     """Raise on every rank if no rank has had a batch; found out only for data whose length shows at its end."""
-    if group.PendingMax([float(last_step)]).wait()[0] < 0:
+    if group.begin_max([float(last_step)]).wait()[0] < 0:
         raise ValueError(
             f"{name} gave no batch, so there is nothing to compute on: it is empty, or it can be iterated only once. "
             "Pass data with at least one sample, whose __iter__ starts anew each time."

@@ -60,7 +60,7 @@ class Stepper:
         train_step: The user's or the default computation of a training loss.
         eval_step: The same for evaluation.
         device: Where inputs lie.
-        looked_at: Of which steps of the call under way, True those of training, a first batch was looked at closely.
+        looked_at: The kinds of steps, True training, whose first batch in the call under way was looked at closely.
     """
 
     def __init__(

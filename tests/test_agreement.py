@@ -40,7 +40,7 @@ class Others:
 @pytest.fixture
 def others(monkeypatch: pytest.MonkeyPatch) -> Others:
     made = Others()
-    monkeypatch.setattr(group, "PendingMax", made.answer)
+    monkeypatch.setattr(group, "begin_max", made.answer)
     monkeypatch.setattr(group, "get_world_size", lambda: 2)
     # So that the meetings come after the steps 1, 3, 7, 15, ...
     monkeypatch.setattr(agreement, "_SECONDS", 1e9)
@@ -116,3 +116,27 @@ def test_an_answer_under_way_at_the_end_of_an_epoch_is_waited_for_there(others: 
     before = others.waited
     meeting.after_step(tally, 1, 0)
     assert others.waited == before
+
+
+def test_where_all_meet_after_each_step_nobody_asks_before(
+    others: Others, model: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The answer of the step before would come a whole, long step late.
+    monkeypatch.setattr(agreement, "_SECONDS", 0.0)
+    after_step = stepping(model, Tally([], CPU))
+    for step in range(1, 4):
+        assert not after_step()
+        assert len(others.asked) == others.waited == step
+    model.stop_training = True
+    assert after_step()
+
+
+def test_what_is_heard_before_a_save_holds_at_once(others: Others, model: SimpleNamespace) -> None:
+    tally = Tally([], CPU)
+    meeting = Agreement(model, "stop", StopSignals())
+    for step in range(3):
+        assert not meeting.after_step(tally, 0, step)
+    assert not meeting.before_save(tally, 0, 2)
+    others.values = [1.0]
+    assert not meeting.after_step(tally, 0, 3)
+    assert meeting.before_save(tally, 0, 3) and model.stop_training

@@ -90,6 +90,9 @@ class Feed(ABC):
     """From which generators this process may draw while it reads and places batches: "all", "torch" or "none"."""
     stateful: Any = None
     """The map-style data set, where it has a state of its own (`state_dict`, `load_state_dict`) to be kept."""
+    until: int = 0
+    """Passes follow one another up to this epoch, itself left out: workers may begin with one in the last step of the
+    one before."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -173,22 +176,22 @@ def in_step(local: Iterator[Local], lockstep: bool, skipped: int = 0, ahead: boo
     if not ahead:
         while True:
             current = next(local, None)
-            total = _pending_total(current).wait()
+            total = _pending_total(current).wait()[0]
             if not total:
                 return
             yield _piece(current, total)
     upcoming = next(local, None)
     pending = _pending_total(upcoming)
-    while total := pending.wait():
+    while total := pending.wait()[0]:
         current = upcoming
         upcoming = next(local, None) if current else None
         pending = _pending_total(upcoming)
         yield _piece(current, total)
 
 
-def _pending_total(batch: Local | None) -> group.PendingSum:
+def _pending_total(batch: Local | None) -> group.Pending:
     """The samples of a step over all ranks, whose sum begins now; None: this rank's data has ended."""
-    return group.PendingSum(batch[1] if batch else 0)
+    return group.begin_sum(batch[1] if batch else 0)
 
 
 def _piece(batch: Local | None, total: int) -> Piece:
@@ -213,7 +216,10 @@ class DatasetFeed(Feed):
             pin_memory=device.type == "cuda",
             collate_fn=Collate(floats),
             worker_init_fn=WorkerInit(None) if num_workers else None,
+            # Each pass draws a number for its workers' streams, which `Keyed` sets anyway: not from the script's own.
+            generator=torch.Generator(),
         )
+        self._ahead: int | None = None
         self.steps = order.steps
         self.samples = order.samples
         self.global_batch = order.global_batch
@@ -222,16 +228,37 @@ class DatasetFeed(Feed):
     def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
         """See `Feed.pieces`."""
         set_epoch(self._dataset, epoch)
+        loaded = self._begun(epoch, start)
+        shares = self._order.numbered(epoch, start.step, start.taken)
+        upcoming = next(shares, None)
+        while upcoming is not None:
+            (position, (indices, total)), upcoming = upcoming, next(shares, None)
+            size = len(indices)
+            batch = next(loaded) if size else None
+            if upcoming is None and epoch + 1 < self.until:
+                self._begin_ahead(epoch + 1)
+            yield Piece(batch, size, total, position)
+
+    def _begun(self, epoch: int, start: Start) -> Iterator[Any]:
+        """A pass over the loader, which may have been begun ahead."""
+        ahead, self._ahead = self._ahead, None
+        if self._reading is not None and ahead == epoch and start == BEGINNING:
+            return self._reading
         self._sampler.refill(
             Keyed(share.listed(), self._order.key(epoch, number), epoch)
             for number, share in self._order.numbered(epoch, start.step, start.taken)
             if len(share.indices)
         )
-        loaded = self.read(self._loader)
-        for position, (indices, total) in self._order.numbered(epoch, start.step, start.taken):
-            size = len(indices)
-            yield Piece(next(loaded) if size else None, size, total, position)
+        return self.read(self._loader)
 
+    def _begin_ahead(self, epoch: int) -> None:
+        """Let the workers read while the last step of the epoch before is trained, evaluated and saved.
+
+        They hold copies of the data set, so they would see nothing of what happens to it meanwhile later either.
+        """
+        if self._loader.num_workers and self.stateful is None:
+            self._begun(epoch, BEGINNING)
+            self._ahead = epoch
 
 class LocalFeed(Feed):
     """Map-style data of which this rank holds its own part: every rank reads all of its own, and they end together.
@@ -253,6 +280,7 @@ class LocalFeed(Feed):
 
     def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
         """See `Feed.pieces`."""
+        self._own.until = self.until
         own = start._replace(taken=start.step * (self._own.stride or 0))
         local = ((piece.batch, piece.size, piece.position) for piece in self._own.pieces(epoch, own))
         return in_step(local, self._lockstep, ahead=self.stateful is None)

@@ -179,7 +179,7 @@ class SharedLoaderFeed(Feed):
         self._sizes_known = self._batched and isinstance(loader.collate_fn, Collate)
         # How far a loader with its prefetching workers reads ahead; the same everywhere, since broadcasts follow it.
         ahead = loader.num_workers * (loader.prefetch_factor or 0) + 2
-        self._depth = int(group.PendingMax([float(ahead)]).wait()[0])
+        self._depth = int(group.begin_max([float(ahead)]).wait()[0])
         self.global_batch = None if loader.batch_size is None else loader.batch_size * self._world_size
         if type(loader.batch_sampler) is BatchSampler and not loader.drop_last:
             self.samples = known_length(loader.sampler)
@@ -265,9 +265,9 @@ def _agreed(pieces: Iterator[Piece], ahead: bool) -> Iterator[tuple[Piece, int]]
         pieces: One a round, with its own size.
         ahead: As for `in_step`: the sums begin a round ahead, and nobody waits.
     """
-    begun = ((piece, group.PendingSum(piece.size)) for piece in pieces)
+    begun = ((piece, group.begin_sum(piece.size)) for piece in pieces)
     for piece, total in _one_ahead(begun) if ahead else begun:
-        yield piece, total.wait()
+        yield piece, total.wait()[0]
 
 
 def _one_ahead(items: Iterator[T]) -> Iterator[T]:

@@ -313,35 +313,33 @@ def gather_objects(value: T) -> list[T]:
     return gathered
 
 
-class PendingMax:
-    """The largest of each value over the ranks, under way while the caller computes."""
+class Pending:
+    """What the ranks have begun to put together: it goes round while the caller computes."""
 
-    def __init__(self, values: Sequence[float]) -> None:
-        self._values, self._work = list(values), None
-        if is_initialized():
-            self._tensor = torch.tensor(values, dtype=torch.float64)
-            self._work = dist.all_reduce(self._tensor, op=dist.ReduceOp.MAX, group=_meeting(), async_op=True)
+    def __init__(self, values: torch.Tensor, work: Any) -> None:
+        self._values, self._work = values, work
 
-    def wait(self) -> list[float]:
-        """The largest ones."""
+    def wait(self) -> list[Any]:
+        """The values over all ranks."""
         if self._work is not None:
             self._work.wait()
-            self._values = self._tensor.tolist()
-        return self._values
+        values: list[Any] = self._values.tolist()
+        return values
 
 
-class PendingSum:
-    """A sum over the ranks of one whole number, under way while the caller computes."""
+def begin_max(values: Sequence[float]) -> Pending:
+    """The largest of each value over the ranks."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    if not is_initialized():
+        return Pending(tensor, None)
+    return Pending(tensor, dist.all_reduce(tensor, dist.ReduceOp.MAX, group=_meeting(), async_op=True))
 
-    def __init__(self, value: int) -> None:
-        self._tensor = torch.tensor([value], dtype=torch.int64)
-        self._work = dist.all_reduce(self._tensor, group=_meeting(), async_op=True) if is_initialized() else None
 
-    def wait(self) -> int:
-        """The sum."""
-        if self._work is not None:
-            self._work.wait()
-        return int(self._tensor[0])
+def begin_sum(value: int) -> Pending:
+    """The sum over the ranks of one whole number."""
+    tensor = torch.tensor([value], dtype=torch.int64)
+    work = dist.all_reduce(tensor, group=_meeting(), async_op=True) if is_initialized() else None
+    return Pending(tensor, work)
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:

@@ -36,8 +36,9 @@ class Replica(nn.Module):
     """
 
     marks: nn.Parameter
-    """Zeros, whose gradients travel in the same all-reduce as the others: for each trained parameter the part of the
-    ranks that have reached it, and at last the weight of what was summed, for losses that tell it after the forward."""
+    """Zeros, whose gradients travel in the same all-reduce as the others of their dtype, float32 in networks of half
+    precision: for each trained parameter the part of the ranks that have reached it, and at last the weight of what was
+    summed, for losses that tell it after the forward."""
 
     def __init__(self, network: nn.Module, companions: nn.Module | None, compute: Callable[..., Any]) -> None:
         super().__init__()
@@ -101,6 +102,11 @@ class _FixedBuckets(DistributedDataParallel):
         if hasattr(self.reducer, "_push_all_rebuilt_params"):
             self.reducer._push_all_rebuilt_params()
             self.reducer._rebuild_buckets()
+
+    def buckets(self) -> list[list[torch.Tensor]]:
+        """The parameters of each bucket, in the order in which they are sent; none where torch does not tell."""
+        tell = getattr(self.reducer, "_get_zeros_like_grad_buckets", lambda: [])
+        return [bucket.parameters() for bucket in tell()]
 
 
 class GradientExchange:
@@ -226,10 +232,11 @@ class GradientExchange:
         wrapped = _FixedBuckets(self.replica, **{"gradient_as_bucket_view": True, **self._options})
         wrapped.fix_buckets()
         # They are put right in DDP's own memory, where it is the gradient's too, as long as their bucket is not sent.
-        # That need not be the last one where there are several dtypes or devices, each of which has its own.
-        marks = self._marks
-        alike = all([p.dtype == marks.dtype and p.device == marks.device for p in self._trained])
-        self._marks_along = alike and bool(wrapped.gradient_as_bucket_view)
+        # That need not be the last one where each of several dtypes or devices has its own, or where the bucket was full
+        # with them and the first layer's has followed.
+        last = wrapped.buckets()[-1:]
+        lies_last = any(parameter is self._marks for bucket in last for parameter in bucket)
+        self._marks_along = lies_last and bool(wrapped.gradient_as_bucket_view)
         return wrapped
 
     def _unwrap(self) -> None:
@@ -300,7 +307,7 @@ def checked_options(options: dict[str, Any] | None) -> dict[str, Any]:
     if refused:
         raise ValueError(
             f"ddp_options received {', '.join(f'{name}=True' for name in refused)}, which changes how DDP waits for "
-            "parameters that a batch does not reach: hapi sees to them by itself, at no cost. Leave it out."
+            "parameters that a batch does not reach: hapi sees to them by itself, in the steps that leave some out. Leave it out."
         )
     known = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module"}
     unknown = sorted(set(options) - known)

@@ -14,7 +14,7 @@ from hapi.batch import map_tensors
 from hapi.distributed import group
 from hapi.metrics.base import Metric
 
-# Of so many batches it is kept apart what their losses have summed to.
+# The running sums after each of so many batches are kept.
 _APART = 256
 # So many numbers of outputs and labels at most wait for an update in common.
 _MOST_WAITING = 1 << 15
@@ -107,7 +107,7 @@ class Tally:
         return group.broadcast_object(logs | {name: float(value) for name, value in values.items()})
 
     def take_nonfinite(self) -> int | None:
-        """Whether a loss since the last call was infinite or NaN, or any before it. Reads them once, together.
+        """Whether a loss since the last call was infinite or NaN, or one before it in this process. Reads them together.
 
         Returns:
             How many batches ago the first of them came, 0 for the last batch; None if there was none.
@@ -165,9 +165,9 @@ class _LossSum:
         # Each of them, as far as they are needed: twice as many each time, so that few are made between steps.
         self._places = [self._sums[0]]
         self._at = self._looked_at = 0
-        # How many sums were no number, of those that were looked at; the last ones.
+        # Of the sums looked at since the last question, how many are infinite or NaN: the last ones.
         self._bad = torch.zeros((), dtype=torch.int64, device=device)
-        # A sum without a value, which was taken over.
+        # An infinite or NaN sum that was taken over from an earlier process.
         self._before: float | None = None
         # What came as numbers, what came as tensors.
         self._weight: int | float = 0
@@ -198,7 +198,9 @@ class _LossSum:
             if self._device_weight is None:
                 self._device_weight = torch.zeros_like(before)
             self._device_weight += weight
-        elif weight:
+        elif not weight:
+            self.miss()
+        else:
             before, after = self._next()
             torch.add(before, loss, alpha=weight, out=after)
             self._weight += weight

@@ -300,7 +300,7 @@ def test_a_wish_is_asked_for_by_rank_0_and_agreed_for_each(monkeypatch):
     model = SimpleNamespace(stop_training=False)
     tally = SimpleNamespace(take_nonfinite=lambda: None)
     meeting = agreement.Agreement(model, "stop", StopSignals(), callbacks.wants_save)
-    monkeypatch.setattr(group, "PendingMax", lambda values: SimpleNamespace(wait=lambda: [*values[:5], 1.0, 0.0]))
+    monkeypatch.setattr(group, "begin_max", lambda values: SimpleNamespace(wait=lambda: [*values[:5], 1.0, 0.0]))
     meeting.after_step(tally, 0, 0)
     assert meeting.saves and [saver.is_due for saver in savers] == [True, False]
     callbacks.save(stopping=False)

@@ -298,6 +298,8 @@ def test_a_debug_mode_names_collectives_that_not_all_ranks_have_come_to():
             assert "rank 0 to " in said and "rank 1 to " in said
             # The one compares its arguments; where the others are depends on the hook.
             assert f"rank {rank} to gather_objects in hapi.arguments" in said
+            if hook == "on_epoch_end":
+                assert f"rank {1 - rank} to begin_max in hapi.agreement._ask" in said
             assert "on every rank" in said
     finally:
         pool.close()

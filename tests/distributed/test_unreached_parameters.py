@@ -79,3 +79,32 @@ def test_what_no_rank_reaches_has_no_gradient_whatever_the_dtypes(ranks, dtypes)
     untouched = Apart(dtypes).never
     assert kept == [f"{layer}.{part}" for layer in ("first", "now_and_then", "last") for part in ("weight", "bias")]
     assert weights[2:4] == [untouched.weight.tolist(), untouched.bias.tolist()]
+
+
+class Behind(nn.Module):
+    """A parameter of its own, which is never used, before a layer of some size."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.never = nn.Parameter(torch.ones(4))
+        self.layer = nn.Linear(1, size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def train_behind(size: int) -> tuple[list[float], float]:
+    net = Behind(size)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
+    model = hapi.Model(net).prepare(optimizer, lambda outputs, _: outputs.mean())
+    model.fit((torch.ones(8, 1), torch.zeros(8)), global_batch_size=4, verbose=0)
+    return net.never.tolist(), net.layer.weight.detach().double().sum().item()
+
+
+# DDP's first bucket takes 1 MiB: full with the layer, with the marks behind it (3 numbers), not full.
+@pytest.mark.parametrize("size", [262144, 262141, 262140])
+def test_what_no_rank_reaches_is_left_alone_wherever_a_bucket_ends(ranks, size):
+    never, total = same(ranks(2).run(train_behind, size))
+    assert never == [1.0] * 4
+    assert total == pytest.approx(alone(train_behind, size)[1])
