@@ -168,6 +168,7 @@ def _train_epoch(
     model, stepper, callbacks, feed, cursor = run.model, run.stepper, run.callbacks, plan.train, plan.cursor
     step, steps_left = start.step, 0 if cursor.stopped else plan.left()
     begin, before_update = _edges_of_steps(run, feed, epoch)
+    chosen = modes.by_piece(stepper.network, feed)
     for window in _windows(islice(feed.pieces(epoch, start), steps_left), plan.accumulate):
         cursor.begin_window()
         window_total = sum(map(_total_of, window))
@@ -175,7 +176,8 @@ def _train_epoch(
             begin(step)
             last = number == len(window)
             inputs, labels = (None, None) if piece.batch is None else run.split(feed.place(piece.batch))
-            outcome = stepper.backward(inputs, labels, piece.size, window_total, last)
+            backward = stepper.backward if chosen is None else chosen(piece, stepper.backward)
+            outcome = backward(inputs, labels, piece.size, window_total, last)
             if last:
                 if before_update is not None:
                     before_update(step)
@@ -283,7 +285,7 @@ def evaluate(run: Run, feed: Feed, num_iters: int | None = None, check_in: _Chec
     stepper.sync(parameters=False)
     callbacks.call("on_eval_begin", logs={"steps": feed.steps})
     with modes.evaluating(stepper.replica):
-        set_streams = _keyed(run, feed, "eval")
+        set_streams, chosen = _keyed(run, feed, "eval"), modes.by_piece(stepper.network, feed)
         begins = callbacks.batch_hooks["on_eval_batch_begin"]
         # Not by enumerate, which holds on to a piece until the next one is read.
         for piece in islice(feed.pieces(0), num_iters):
@@ -296,7 +298,8 @@ def evaluate(run: Run, feed: Feed, num_iters: int | None = None, check_in: _Chec
                 inputs, labels = run.split(feed.place(piece.batch))
                 # For both at once, and not by no_grad(), whose twice as many calls cost as much as a small layer.
                 with torch.set_grad_enabled(False):
-                    outcome = stepper.evaluate(inputs, labels, piece.size)
+                    compute = stepper.evaluate if chosen is None else chosen(piece, stepper.evaluate)
+                    outcome = compute(inputs, labels, piece.size)
                     tally.update(*outcome, labels)
                 del inputs, labels, outcome
             # What the next batch is read into is then still in the processor's cache.
@@ -334,7 +337,7 @@ def predict(run: Run, feed: Feed, stack_outputs: bool) -> Any:
     step = -1
     callbacks.call("on_predict_begin", logs={"steps": feed.steps})
     with modes.evaluating(stepper.network):
-        set_streams = _keyed(run, feed, "predict")
+        set_streams, chosen = _keyed(run, feed, "predict"), modes.by_piece(stepper.network, feed)
         begins = callbacks.batch_hooks["on_predict_batch_begin"]
         for piece in feed.pieces(0):
             step += 1
@@ -344,7 +347,8 @@ def predict(run: Run, feed: Feed, stack_outputs: bool) -> Any:
                 if set_streams is not None:
                     set_streams(piece)
                 inputs, _ = run.split(feed.place(piece.batch), False)
-                parts.append((piece.position, piece.size, predictions.on_cpu(stepper.predict(inputs))))
+                compute = stepper.predict if chosen is None else chosen(piece, stepper.predict)
+                parts.append((piece.position, piece.size, predictions.on_cpu(compute(inputs))))
                 del inputs
             del piece
             if callbacks.wants_batch_logs("predict", step):

@@ -92,8 +92,8 @@ class Model:
             scheduler: A learning rate scheduler, or a callable that makes one from the optimizer.
             scheduler_interval: "step" (optimizer step) or "epoch"; by default what the class is meant for.
             clip_grad_norm: The largest norm of the gradient of an optimizer step.
-            compile: Compile the network with torch.compile, at the first batch of each shape: it takes seconds or
-                minutes. Shapes after torch's `torch._dynamo.config.recompile_limit` run uncompiled.
+            compile: Compile the network with torch.compile, at the first full batch of each shape: it takes seconds or
+                minutes. Short last batches, and shapes after torch's `recompile_limit`, run uncompiled.
             strategy: "auto" or "ddp": several processes train in data parallel either way.
             sync_batchnorm: Let BatchNorm see the global batch. Needs an accelerator.
             ddp_options: Further options of DistributedDataParallel.

@@ -1,11 +1,16 @@
-"""Train and eval modes of modules, set for a while and given back."""
+"""Train and eval modes of modules, set for a while and given back; and whether compiled ones compute as such."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from hapi.compiling import ByPiece
+    from hapi.data import Feed
 
 
 @contextmanager
@@ -34,6 +39,16 @@ def evaluating(network: nn.Module) -> Iterator[None]:
         yield
     finally:
         _restore(before)
+
+
+def by_piece(network: nn.Module, feed: Feed) -> ByPiece | None:
+    """Asked once a pass, how its pieces are computed: see `hapi.compiling.by_piece`."""
+    if network._compiled_call_impl is None:
+        return None
+    # Only for a process that compiles.
+    from hapi import compiling
+
+    return compiling.by_piece(network, feed)
 
 
 def _modes(network: nn.Module) -> list[tuple[nn.Module, bool]]:

@@ -1,4 +1,4 @@
-"""Getting a network ready for its first step: process group, device, BatchNorm, compilation."""
+"""Getting a network ready for its first step: process group, device, BatchNorm, layout, compilation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from hapi.device import current_device
 from hapi.distributed import group
 from hapi.step import Prepared
 
-# Not those that the user has compiled.
-_compiled_here: WeakSet[nn.Module] = WeakSet()
 _laid_out_here: WeakSet[nn.Module] = WeakSet()
 
 
@@ -39,7 +37,11 @@ def start(network: nn.Module, prepared: Prepared) -> torch.device:
         if any(isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm) for m in network.modules()):
             nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
     _lay_out(network, prepared.switches.channels_last)
-    _compile(network, prepared.switches.compile)
+    if prepared.switches.compile or network._compiled_call_impl is not None:
+        # Only for a process that compiles.
+        from hapi import compiling
+
+        compiling.set_up(network, prepared.switches.compile)
     return device
 
 
@@ -84,14 +86,3 @@ def _lay_out(network: nn.Module, channels_last: bool) -> None:
     elif network in _laid_out_here:
         network.to(memory_format=torch.contiguous_format)
         _laid_out_here.discard(network)
-
-
-def _compile(network: nn.Module, wanted: bool) -> None:
-    if not wanted and network in _compiled_here:
-        network._compiled_call_impl = None
-        _compiled_here.discard(network)
-    elif wanted and network._compiled_call_impl is None:
-        # In place, so that the names of the state dict stay. One static kernel for each shape: a kernel for any shape
-        # would depend on which shapes came first, and a resumed run would compute other bits.
-        network.compile(dynamic=False)
-        _compiled_here.add(network)

@@ -260,9 +260,12 @@ def training(model: Model, feed: Feed) -> Iterator[Any]:
     stepper.sync(parameters=True)
     stepper.begin(None)
 
+    chosen = modes.by_piece(stepper.network, feed)
+
     def step(piece: Piece) -> Outcome | None:
         inputs, labels = (None, None) if piece.batch is None else engine.split(feed.place(piece.batch))
-        outcome = stepper.backward(inputs, labels, piece.size, piece.total, last=True)
+        backward = stepper.backward if chosen is None else chosen(piece, stepper.backward)
+        outcome = backward(inputs, labels, piece.size, piece.total, True)
         stepper.update()
         return outcome
 

@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("hapi.batch", "hapi.distributed"),
     ("hapi.data.order",),  # arithmetic that DistributedBatchSampler shares with the feeds
     ("hapi.data.permutation",),
-    ("hapi.device", "hapi.rng", "hapi.archive"),
+    ("hapi.device", "hapi.rng", "hapi.archive", "hapi.compiling"),
     ("hapi.distributed.launchers", "hapi._version", "hapi.kinds", "hapi.refused"),
     ("hapi.distributed.leftovers", "hapi.elsewhere"),
     ("hapi.distributed.environment",),

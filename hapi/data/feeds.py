@@ -7,7 +7,7 @@ Read here how map-style data is shared out; `in_memory.py` does it for data that
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -88,6 +88,9 @@ class Feed(ABC):
     """What float64 arrays in batches become; see `hapi.batch.tensor_of`."""
     draws: str = "all"
     """From which generators this process may draw while it reads and places batches: "all", "torch" or "none"."""
+    is_usual: Callable[[Piece], bool] | None = None
+    """Tells of a piece whether it is cut as this rank's first of an epoch is, as all but short ones at the end are.
+    None: that is not known beforehand."""
     stateful: Any = None
     """The map-style data set, where it has a state of its own (`state_dict`, `load_state_dict`) to be kept."""
     until: int = 0
@@ -152,6 +155,15 @@ class Feed(ABC):
         if self._copies is not None:
             return self._copies.move(batch, self.floats)
         return batches.move(batch, self._device, self.floats)
+
+
+def of_size(size: int) -> Callable[[Piece], bool]:
+    """For `Feed.is_usual`, where the size tells it."""
+
+    def is_usual(piece: Piece) -> bool:
+        return piece.size == size
+
+    return is_usual
 
 
 def in_step(local: Iterator[Local], lockstep: bool, skipped: int = 0, ahead: bool = True) -> Iterator[Piece]:
@@ -224,6 +236,7 @@ class DatasetFeed(Feed):
         self.samples = order.samples
         self.global_batch = order.global_batch
         self.aligned, self.stride, self.unit = True, order.global_batch, "samples"
+        self.is_usual = of_size(order.first_size)
 
     def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
         """See `Feed.pieces`."""
@@ -274,6 +287,7 @@ class LocalFeed(Feed):
         self._own = own
         self._lockstep = lockstep
         self.kept_bytes = own.kept_bytes
+        self.is_usual = own.is_usual
         self.ordered = group.get_world_size() == 1
         if self.ordered:
             self.steps, self.samples = own.steps, own.samples

@@ -13,7 +13,7 @@ import torch
 
 from hapi import batch as batches
 from hapi.data.epochs import set_epoch
-from hapi.data.feeds import BEGINNING, Feed, Piece, Start
+from hapi.data.feeds import BEGINNING, Feed, Piece, Start, of_size
 from hapi.data.order import GlobalOrder, Share, joined
 from hapi.data.sources import BatchSource, columns_of, labels_of, whole_of
 
@@ -41,6 +41,7 @@ class SourceFeed(Feed):
         self.samples = order.samples
         self.global_batch = order.global_batch
         self.aligned, self.stride, self.unit = True, order.global_batch, "samples"
+        self.is_usual = of_size(order.first_size)
         self._rows = source
         self._resident: Resident | None = None
         if device.type != "cpu":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import islice
 from typing import Any, TypeVar, cast
 
@@ -30,7 +30,7 @@ from hapi import batch as batches
 from hapi import rng
 from hapi.data.collate import Collate, Convert
 from hapi.data.epochs import set_epoch
-from hapi.data.feeds import BEGINNING, Feed, Piece, Start, in_step
+from hapi.data.feeds import BEGINNING, Feed, Piece, Start, in_step, of_size
 from hapi.data.given_order import Order, OrderState, known_length, length
 from hapi.data.streams import (
     IterableFeed,
@@ -55,6 +55,13 @@ def loader_feed(loader: DataLoader[Any], device: torch.device, seed: int, lockst
         ours = Collate(floats) if loader.collate_fn is default_collate else Convert(floats)
         loader = copy.copy(loader)
         loader.collate_fn = ours
+    feed = _chosen(loader, device, seed, lockstep)
+    feed.is_usual = _tells_usual(loader, feed)
+    return feed
+
+
+def _chosen(loader: DataLoader[Any], device: torch.device, seed: int, lockstep: bool) -> Feed:
+    is_plain = type(loader).__iter__ is DataLoader.__iter__
     if isinstance(loader.dataset, IterableDataset):
         if hasattr(loader, "state_dict") and group.get_world_size() == 1:
             # It knows its place in the data, and nothing is read again to find it.
@@ -76,6 +83,27 @@ def loader_feed(loader: DataLoader[Any], device: torch.device, seed: int, lockst
     if not (is_plain or _is_torchdatas(loader)):
         raise _own_iteration(loader)
     return SharedLoaderFeed(loader, device, seed, lockstep)
+
+
+def _tells_usual(loader: DataLoader[Any], feed: Feed) -> Callable[[Piece], bool] | None:
+    """`Feed.is_usual` of a loader, where torch's classes make its batches: an __iter__ of its own may do anything."""
+    if not (type(loader).__iter__ is DataLoader.__iter__ or _is_torchdatas(loader)):
+        return None
+    sampler = loader.batch_sampler
+    if not (type(sampler) is BatchSampler or str(type(sampler).__module__).startswith("torchdata.")):
+        return None
+    made = cast(BatchSampler, sampler)
+    size, samples = made.batch_size, known_length(made.sampler)
+    deals = isinstance(feed, SharedLoaderFeed)
+    if loader.collate_fn is default_collate or isinstance(loader.collate_fn, Collate):
+        # Where all of the data is less than a batch a rank, the last rank that has any has a short one only.
+        left = size if samples is None else samples - size * (group.get_rank() if deals else 0)
+        return of_size(left if 0 < left < size else size)
+    if samples is None or not (deals or isinstance(feed, OwnOrderFeed)):
+        return None
+    # A collate function of the user's makes as many rows of the samples as it likes: the batch's number tells.
+    whole = max(samples // size, group.get_world_size() if deals else 1)
+    return lambda piece: int(piece.position) < whole
 
 
 def _own_iteration(loader: DataLoader[Any]) -> TypeError:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hapi import rng
 from hapi.batch import map_tensors
-from hapi.data.feeds import BEGINNING, DatasetFeed, Feed, LocalFeed, Piece, Start
+from hapi.data.feeds import BEGINNING, DatasetFeed, Feed, LocalFeed, Piece, Start, of_size
 from hapi.data.order import GlobalOrder
 from hapi.data.sources import as_batch_source, is_columns
 from hapi.data.streams import (
@@ -302,7 +302,9 @@ def _iterable(data: IterableDataset[Any], request: Request, device: torch.device
         data, batch_size, request.num_workers or 0, bool(request.drop_last), device.type == "cuda", request.seed,
         request.floats,
     )  # fmt: skip
-    return IterableFeed(loader, device, request.lockstep)
+    feed = IterableFeed(loader, device, request.lockstep)
+    feed.is_usual = of_size(batch_size)
+    return feed
 
 
 def _refuse_options(request: Request, kind: str, where: str) -> None:

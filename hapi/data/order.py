@@ -116,6 +116,12 @@ class GlobalOrder:
         """Whether each share of this rank begins in the data set where the one before it ended."""
         return self._world_size == 1 and not self._shuffle
 
+    @property
+    def first_size(self) -> int:
+        """Samples of this rank's part of the first step, and of every other one whose global batch is as large."""
+        start, stop = self._part(min(self.global_batch, self._length))
+        return stop - start
+
     def shares(self, epoch: int, start: int = 0, taken: int | None = None) -> Iterator[Share]:
         """This rank's part of each step of an epoch.
 

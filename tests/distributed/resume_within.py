@@ -212,7 +212,7 @@ def data_of(kind: str):
         "accumulating": lambda: ((X, Y), ours | {"accumulate_grad_batches": 3}),
         "bf16": lambda: (Noisy(), ours),
         "fp16": lambda: ((X, Y), ours),
-        "compiled": lambda: ((X[:44], Y[:44]), {"batch_size": 4 if hapi.distributed.get_world_size() == 1 else 2}),
+        "compiled": lambda: ((X, Y), {"batch_size": 4 if hapi.distributed.get_world_size() == 1 else 2}),
         "capped": lambda: ((X, Y), ours | {"num_iters": 27 // hapi.distributed.get_world_size()}),
         "loader": lambda: (loader(shuffle=True), {}),
         "loader of workers": lambda: (loader(shuffle=True, num_workers=2), {}),

@@ -6,6 +6,7 @@ rank in its forward and in its backward pass.
 
 from __future__ import annotations
 
+from functools import partialmethod
 from typing import Any
 from unittest import mock
 
@@ -160,6 +161,41 @@ def test_a_compiled_network_trains_on_ranks_as_an_eager_one(ranks):
     assert names == eager[2]
     assert losses == pytest.approx(eager[0], rel=1e-5)
     assert weights == pytest.approx(eager[1], rel=1e-4, abs=1e-6)
+
+
+def counted(wanted: bool, global_batch: int, accumulate: int, amp: str | None) -> tuple[list[float], list[int], int]:
+    """Losses of 2 epochs over 22 samples, the rows of what this rank has compiled, and the rows of its full batches."""
+    torch.manual_seed(2)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(22, 3, generator=generator), torch.randn(22, 2, generator=generator)
+    rows: list[int] = []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        rows.extend(len(e) for e in examples if isinstance(e, Tensor) and not isinstance(e, nn.Parameter))
+        return graph.forward
+
+    torch._dynamo.reset()
+    with mock.patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend)):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        model = hapi.Model(net).prepare(optimizer, nn.MSELoss(), amp_configs=amp, compile=wanted)
+        history = model.fit(
+            (x, y), (x, y), global_batch_size=global_batch, epochs=2, shuffle=False, verbose=0,
+            accumulate_grad_batches=accumulate,
+        ).history  # fmt: skip
+    base, extra = divmod(global_batch, group.get_world_size())
+    return history["loss"] + history["val_loss"], rows, base + (group.get_rank() < extra)
+
+
+@pytest.mark.parametrize("amp", [None, "bf16"])
+@pytest.mark.parametrize(("global_batch", "accumulate"), [(8, 1), (8, 2), (7, 1), (5, 2)])
+def test_each_rank_compiles_its_full_batches_alone(ranks, global_batch, accumulate, amp):
+    """Also where ranks have parts of several sizes: each of them is full, and what is cut of the end is not."""
+    eager, *_ = alone(counted, False, global_batch, accumulate, amp)
+    results = ranks(2).run(counted, True, global_batch, accumulate, amp)
+    for losses, rows, full in results:
+        assert rows == [full, full], "once in training, once in evaluation"
+        assert losses == pytest.approx(eager, rel=1e-5 if amp is None else 1e-2)
 
 
 class Placed(nn.Module):
