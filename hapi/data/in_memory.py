@@ -13,7 +13,7 @@ import torch
 
 from hapi import batch as batches
 from hapi.data.epochs import set_epoch
-from hapi.data.feeds import BEGINNING, Feed, Piece, Start, of_size
+from hapi.data.feeds import BEGINNING, DatasetFeed, Feed, Piece, Start, of_size
 from hapi.data.order import GlobalOrder, Share, joined
 from hapi.data.sources import BatchSource, columns_of, labels_of, whole_of
 
@@ -61,6 +61,12 @@ class SourceFeed(Feed):
         set_epoch(self._source, epoch)
         if self._resident is not None:
             self._rows = self._resident.source()
+        unbatched = getattr(self._source, "unbatched", None)
+        if unbatched is not None:
+            self._placed, self._finish = False, self._finish_moved
+            floats = self.floats or torch.get_default_dtype()
+            yield from DatasetFeed(unbatched, self._order, self._device, 0, floats).pieces(epoch, start)
+            return
         self._pin = self._device.type == "cuda" and self._rows is self._source
         # Tensors on the CPU are not moved.
         stays = self._device.type == "cpu" and columns_of(self._source) is not None

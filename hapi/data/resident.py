@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hapi.batch import leaves, map_tensors
-from hapi.data.sources import BatchSource, SubsetSource, batch_of, columns_of
+from hapi.data.sources import BatchSource, SubsetSource, batch_of, columns_of, whole_of
 
 SWITCH = "HAPI_KEEP_DATA"
 # Bytes, and the part of the device's free memory, that data may take there at most.
@@ -43,8 +43,9 @@ class Resident:
             # Also where a transform that was exchanged since asks for each sample.
             self._copied = None
             return self._source
-        # Of a tensor that came under inference mode nobody knows whether it was changed.
-        marks = [(id(t), -1 if t.is_inference() else t._version) for t in leaves(columns)]
+        # Of a tensor that came under inference mode, or lies in an array, nobody knows whether it was changed.
+        unseen = getattr(whole_of(self._source), "changes_unseen", False)
+        marks = [(id(t), -1 if unseen or t.is_inference() else t._version) for t in leaves(columns)]
         if self._copied is None or marks != self._marks or any(version < 0 for _, version in marks):
             self._copied = None
             self._copied, self._marks = _on_device(self._source, columns, self._device), marks

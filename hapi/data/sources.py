@@ -1,4 +1,7 @@
-"""Data that can be indexed a whole batch at a time: tensors, arrays, and the data sets of `hapi.datasets`."""
+"""Data that can be indexed a whole batch at a time: tensors, arrays, and the data sets of `hapi.datasets`.
+
+Those of torchvision's that can are in `torchvisions.py`.
+"""
 
 from __future__ import annotations
 
@@ -112,6 +115,12 @@ class SubsetSource:
         """Whether batches are drawn by chance."""
         return getattr(self.dataset, "is_random", True)
 
+    @property
+    def unbatched(self) -> Any:
+        """What is to be read sample by sample where the underlying source can no longer be read in batches; or None."""
+        whole = getattr(self.dataset, "unbatched", None)
+        return None if whole is None else Subset(whole, self.indices.tolist())
+
     def fetch_batch(self, indices: torch.Tensor | range) -> Any:
         """The rows of the underlying source."""
         return self.dataset.fetch_batch(rows_of(self.indices, indices))
@@ -133,11 +142,26 @@ def as_batch_source(data: Any, floats: torch.dtype | None = None) -> BatchSource
     if type(data) is TensorDataset:
         return Columns(data.tensors)
     if type(data) is Subset:
-        source = as_batch_source(data.dataset)
-        return SubsetSource(source, data.indices) if source is not None else None
+        source, places = as_batch_source(data.dataset), _places(data.indices)
+        return SubsetSource(source, places) if source is not None and places is not None else None
+    if type(data).__module__.startswith("torchvision.datasets."):
+        # Only for who has such data.
+        from hapi.data.torchvisions import source_of
+
+        return source_of(data)
     if getattr(data, "batched", False) and hasattr(data, "fetch_batch"):
         return cast(BatchSource, data)
     return None
+
+
+def _places(indices: Any) -> torch.Tensor | None:
+    """A Subset's indices; None where they are no whole numbers, which only the data set itself may know to take."""
+    try:
+        places = torch.as_tensor(indices)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    is_whole = not (places.is_floating_point() or places.is_complex() or places.dtype == torch.bool)
+    return places.to(torch.int64) if places.dim() == 1 and (is_whole or not len(places)) else None
 
 
 def whole_of(source: Any) -> Any:
