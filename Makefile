@@ -70,7 +70,7 @@ bench-hand: install
 	$(python) benchmarks/bench_ddp.py fit hand --ranks 8
 	$(python) benchmarks/bench_startup.py
 	$(python) benchmarks/bench_growth.py
-	$(python) benchmarks/bench_saving.py
+	$(python) benchmarks/bench_saving.py --sizes 1 10 100 1000
 
 bench-peers: install
 	$(python) benchmarks/peers.py --install

@@ -32,7 +32,7 @@ from bench_fit import adam, mlp
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset
-from turns import Laps, Way, compare, machine, report
+from turns import Laps, Way, compare, machine, report, tell_unequal
 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "2"))
 BATCH_SIZE = 32
@@ -90,10 +90,10 @@ def fit_unasked(laps: Laps, steps: int) -> None:
         def __init__(self, value: int) -> None:
             self._value = value
 
-        def wait(self) -> int:
-            return WORLD_SIZE * self._value
+        def wait(self) -> list[int]:
+            return [WORLD_SIZE * self._value]
 
-    group.PendingSum = Told  # type: ignore[assignment,misc]
+    group.begin_sum = Told  # type: ignore[assignment]
     fit_iterable(laps, steps)
 
 
@@ -195,7 +195,7 @@ def places(ranks: int) -> list[dict[str, str]]:
 
 def made(name: str, ranks: int, *flags: str) -> Way:
     """A way on so many processes."""
-    return Way(name, [sys.executable, __file__, "--as", name, *flags], places(ranks))
+    return Way(name, [sys.executable, __file__, "--as", name, *flags], places(ranks), on_screen=True)
 
 
 def exchanges(name: str, ranks: int, log: Path) -> str:
@@ -235,9 +235,11 @@ def main() -> None:
         a_step = 1000 / steps_on(options.ranks)
         units = {"elapsed": a_step, "cpu": a_step, "peak": 1.0}
         print(*report(ways, RATIOS, units), sep="\n", flush=True)
+        wrong = tell_unequal(ways, ways[0])
         print("\nexchanges of an optimizer step\n")
         for name in options.ways:
             print(f"- {name}: {exchanges(name, options.ranks, log)}")
+    sys.exit(wrong)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,13 @@
     python benchmarks/bench_fit.py mnist-32 --ways fit hand --denormals
 
 The ways of a case take turns of some steps, are compared epoch by epoch, and begin anew in fresh processes for each
-round (see turns.py); fit with its bar or lines, accuracy and History as they are by default. CPU time, of all
-threads together, says more than elapsed time where other programs are running.
+round (see turns.py); fit with its bar, accuracy and History as they are by default on a terminal. CPU time, of all
+threads together, says more than elapsed time where other programs are running. The command fails where two ways did not
+do the same work.
 
 mnist-*: full MNIST, Linear 784-512, ReLU, Dropout 0.2, Linear 512-10, fused Adam, at that batch size.
-mnist-32-usual: the same against torchvision's data set in a DataLoader, and `.item()` in each step.
+mnist-32-usual: the same against torchvision's data set in a DataLoader, and `.item()` in each step; and fit on that
+data set.
 mnist-32-tensors: the same on a float32 tensor of all images.
 cifar10-32: examples/cifar10.py's network, fused Adam, a quarter of its images.
 evaluate-256, predict-256: MNIST's training images without training, loss and accuracy, or the outputs of all.
@@ -30,7 +32,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from turns import Laps, Way, compare, machine, report
+from turns import Laps, Way, compare, machine, report, tell_unequal
 
 UNITS = {"elapsed": 1.0, "cpu": 1.0, "peak": 1.0}
 
@@ -268,7 +270,7 @@ CASES: dict[str, dict[str, Callable[[Laps, int], None]]] = {
     "mnist-32": {"fit": fit, "hand": hand},
     "mnist-256": {"fit": fit, "hand": hand},
     "mnist-32-tensors": {"fit": fit_tensors, "hand": hand_tensors},
-    "mnist-32-usual": {"fit": fit, "usual": usual, "fit-torchvision": fit_torchvision},
+    "mnist-32-usual": {"fit": fit, "hand": hand, "usual": usual, "fit-torchvision": fit_torchvision},
     "cifar10-32": {"fit": fit_cifar, "hand": hand_cifar},
     "evaluate-256": {"evaluate": evaluate, "hand": evaluate_by_hand},
     "predict-256": {"predict": predict, "hand": predict_by_hand},
@@ -285,11 +287,11 @@ def provide_data() -> None:
     os.environ["HAPI_DATA_HOME"] = str(default_root())
 
 
-def run_case(name: str, options: argparse.Namespace) -> None:
-    """Run a case and print its tables."""
+def run_case(name: str, options: argparse.Namespace) -> bool:
+    """Run a case and print its tables; whether all ways did the same work."""
     flags = ["--denormals"] if options.denormals else []
     ways = [
-        Way(way, [sys.executable, __file__, name, "--as", way, *flags])
+        Way(way, [sys.executable, __file__, name, "--as", way, *flags], on_screen=True)
         for way in CASES[name]
         if not options.ways or way in options.ways
     ]
@@ -298,8 +300,10 @@ def run_case(name: str, options: argparse.Namespace) -> None:
         laps = options.laps or (9 if name.startswith(("evaluate", "predict")) else 3)
         compare(ways, laps, Path(folder, "log"), options.rounds)
     first, *others = (way.name for way in ways)
+    pairs = [*((first, other) for other in others), ("usual", "hand"), ("fit-torchvision", "hand")]
     print(f"\n### {name}\n")
-    print(*report(ways, [(first, other) for other in others], UNITS), sep="\n", flush=True)
+    print(*report(ways, pairs, UNITS), sep="\n", flush=True)
+    return not tell_unequal(ways, ways[0])
 
 
 def main() -> None:
@@ -320,8 +324,7 @@ def main() -> None:
     provide_data()
     print(machine())
     print("Seconds a lap, CPU seconds a lap, MB: medians, quartiles in brackets.")
-    for case in options.cases:
-        run_case(case, options)
+    sys.exit(not all([run_case(case, options) for case in options.cases]))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ smallest and largest.
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import tempfile
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from turns import machine
 
 import hapi
 from hapi.callbacks import ModelCheckpoint
@@ -77,9 +77,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=float, nargs="+", default=[1, 10, 100], help="megabytes")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    print(
-        f"{platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads, {options.rounds} rounds"
-    )
+    print(f"{machine()}; {options.rounds} rounds")
     print(f"{'MB':>6}  {'at once':>24}  {'by a thread':>24}  {'ratio':>22}")
     for size in options.sizes:
         stalls: dict[str, list[float]] = {"at once": [], "thread": []}

@@ -19,6 +19,8 @@ import sys
 import time
 from pathlib import Path
 
+from turns import machine
+
 LIMIT = 0.5
 PROCESSES = 2
 ROOT = Path(__file__).parents[1]
@@ -96,6 +98,7 @@ def main() -> int:
         WAYS[options.body]()
         return 0
     ways = ["torch", *(way for way in options.ways if way != "torch")]
+    print(machine())
     for way in ways:
         measure(way)  # fills the disk's cache
     rounds = []

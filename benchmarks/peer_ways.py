@@ -5,7 +5,8 @@ and accuracy kept; all start from the weights of `bench_fit.mlp`. Each is writte
 users write it, without logger and checkpoint files, its bar as it is by default. Of what a documentation shows, the
 fastest is taken: a fused Adam, accuracy as a mean that the library keeps anyway, no value read in a step.
 
-Where a library takes tensors it gets them (Keras, Poutyne, skorch), else a TensorDataset in a DataLoader. The ways
+Where a library takes tensors it gets them (Keras, Poutyne, skorch), else a TensorDataset in a DataLoader; their images
+are floats already, while fit and the loop convert bytes in each step. The ways
 whose names end in `-batched` get the loader that torch's documentation has for data that is faster to read in bulk: a
 sampler of batches, `batch_size=None`. What is left of a way's time is then its loop. `keras-compiled` is the same as
 `keras` with `jit_compile=True`.

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import math
 import os
 import subprocess
 import sys
@@ -33,14 +32,13 @@ import torch
 from bench_ddp import places
 from bench_fit import provide_data
 from peer_ways import ALONE, ON_RANKS
-from turns import Way, compare, machine, ratios, row, spread
+from turns import Way, compare, machine, ratios, row, spread, tell_unequal
 
 ROOT = Path(__file__).parents[1]
 PEERS = ROOT / ".peers"
 PYTHON = PEERS / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 PACKAGES = ("lightning", "accelerate", "keras", "pytorch-ignite", "poutyne", "skorch")
 OURS = ("hand", "fit")
-LOSS_WITHIN = {"rel_tol": 0.15, "abs_tol": 0.002}
 VERSIONS = f"""
 import importlib.metadata, torch
 print(torch.__file__, ", ".join(f"{{name}} {{importlib.metadata.version(name)}}" for name in {PACKAGES}), sep="\\n")
@@ -94,16 +92,6 @@ def made(name: str, ranks: int) -> Way:
     return Way(name, [python, str(script), name], [variables | environment for environment in environments])
 
 
-def unequal(way: Way, hand: Way) -> str:
-    """What shows that a way did not do the loop's work; empty if nothing does."""
-    one, two = way.laps[-1], hand.laps[-1]
-    if one["steps"] != two["steps"]:
-        return f"{one['steps']:.0f} steps instead of {two['steps']:.0f}"
-    if not math.isclose(one["loss"], two["loss"], **LOSS_WITHIN):
-        return f"loss {one['loss']:.4f} instead of {two['loss']:.4f}"
-    return ""
-
-
 def table(ways: Sequence[Way]) -> Iterator[str]:
     """A row for each way, the loop's first."""
     hand = ways[0]
@@ -131,11 +119,7 @@ def run(ranks: int, only: Sequence[str], laps: int) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         compare(ways, laps, Path(folder, "log"))
     print(f"\n### {ranks} process{'es' if ranks > 1 else ''}\n", *table(ways), sep="\n", flush=True)
-    faults = {way.name: unequal(way, ways[0]) for way in ways}
-    for name, fault in faults.items():
-        if fault:
-            print(f"\nNot the same work: {name}, {fault}.")
-    return not any(faults.values())
+    return not tell_unequal(ways, ways[0])
 
 
 def main() -> None:

@@ -13,22 +13,26 @@ within them too, by `Laps.pause`: a machine's speed may well change within a sec
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import resource
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 ADDRESS = "HAPI_BENCH_ADDRESS"
 TURN = 50
 """Steps after which a way that pauses lets the others come up to there."""
+ALIKE = {"loss": {"rel_tol": 0.15, "abs_tol": 0.002}, "sum": {"rel_tol": 1e-3}}
+"""How far from each other values of the same work may be: orders and dropout are drawn by chance."""
 
 
 class Laps:
@@ -50,14 +54,18 @@ class Laps:
         self._began: tuple[float, float] | None = None
         self._before = (0.0, 0.0)
         """What the lap had taken up to its last pause."""
+        self._paused = 0.0
+        """Seconds, in all."""
 
     def pause(self) -> None:
         """Let the others come up to here in their laps, which takes nothing of this one's time."""
         if not self._pauses or self._driver is None or self._began is None:
             return
-        self._before = self._taken()
+        now = _now()
+        self._before = self._taken(now)
         self._hand_on(None)
         self._began = _now()
+        self._paused += self._began[0] - now[0]
 
     def pause_after(self, step: int) -> None:
         """Pause where a step's number, from 1, says so."""
@@ -67,9 +75,13 @@ class Laps:
     def pause_within_fit(self) -> None:
         """Pause in `Model.fit`, `evaluate` and `predict`, where they ask whether anybody looks at a step's values.
 
-        A hook of a callback's would be a part of what is measured: it is told each step's values.
+        A hook of a callback's would be a part of what is measured: it is told each step's values. What fit does every
+        so many seconds, such as painting its bar, it does of its own ones: its clocks stand still in pauses.
         """
         from hapi.callbacks.base import CallbackList
+
+        for name in ("monotonic", "perf_counter"):
+            setattr(time, name, self._standing_still(getattr(time, name)))
 
         asked = CallbackList.wants_batch_logs
 
@@ -80,6 +92,9 @@ class Laps:
 
         CallbackList.wants_batch_logs = wants_batch_logs  # type: ignore[method-assign]
 
+    def _standing_still(self, clock: Callable[[], float]) -> Callable[[], float]:
+        return lambda: clock() - self._paused
+
     def _hand_on(self, message: dict[str, float] | None) -> None:
         assert self._driver is not None
         self._driver.send(message)
@@ -88,10 +103,10 @@ class Laps:
             # At once: what a trainer does after its last epoch is not part of a lap.
             os._exit(0)
 
-    def _taken(self) -> tuple[float, float]:
-        """Seconds of this lap, elapsed and of CPU time."""
+    def _taken(self, at: tuple[float, float]) -> tuple[float, float]:
+        """Seconds of this lap up to a moment, elapsed and of CPU time."""
         assert self._began is not None
-        parts = zip(self._before, self._began, _now(), strict=True)
+        parts = zip(self._before, self._began, at, strict=True)
         elapsed, cpu = (before + now - then for before, then, now in parts)
         return elapsed, cpu
 
@@ -106,7 +121,7 @@ class Laps:
         """
         lap = None
         if self._began is not None:
-            elapsed, cpu = self._taken()
+            elapsed, cpu = self._taken(_now())
             lap = {"elapsed": elapsed, "cpu": cpu, "peak": peak_memory()} | values
         if self._driver is None:
             print(lap, file=sys.stderr)
@@ -115,8 +130,8 @@ class Laps:
         self._began, self._before = _now(), (0.0, 0.0)
 
 
-def _now() -> tuple[float, float]:
-    return time.perf_counter(), time.process_time()
+def _now(clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
+    return clock(), time.process_time()
 
 
 def peak_memory() -> float:
@@ -136,6 +151,8 @@ class Way:
     command: Sequence[str]
     environments: Sequence[Mapping[str, str]] = field(default_factory=lambda: [{}])
     """One process for each."""
+    on_screen: bool = False
+    """Whether it writes to a terminal, so that it paints its bar."""
     laps: list[dict[str, float]] = field(default_factory=list)
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     connections: list[Connection] = field(default_factory=list)
@@ -147,11 +164,21 @@ class Way:
             host, port = listener.address
             for variables in self.environments:
                 environment = {**os.environ, **variables, ADDRESS: f"{host}:{port}"}
-                self.processes.append(
-                    subprocess.Popen(self.command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-                )
+                self.processes.append(self._process(environment, output))
             self.connections = [self._accept(listener) for _ in self.environments]
         self._receive()
+
+    def _process(self, environment: Mapping[str, str], output: BinaryIO) -> subprocess.Popen[bytes]:
+        if not self.on_screen:
+            return subprocess.Popen(self.command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        # Not on Windows.
+        import pty
+
+        reader, screen = pty.openpty()
+        process = subprocess.Popen(self.command, env=environment, stdout=screen, stderr=screen)
+        os.close(screen)
+        threading.Thread(target=_read, args=(reader, self.log), daemon=True).start()
+        return process
 
     def _accept(self, listener: Listener) -> Connection:
         listener._listener._socket.settimeout(1)  # type: ignore[attr-defined]
@@ -201,6 +228,15 @@ class Way:
                 process.wait()
 
 
+def _read(screen: int, log: Path) -> None:
+    """Keep what is written to a terminal, up to its end."""
+    # Linux tells of the end by an error.
+    end = contextlib.suppress(OSError)
+    with end, os.fdopen(screen, "rb", buffering=0) as written, log.open("ab", buffering=0) as kept:
+        while part := written.read(1 << 16):
+            kept.write(part)
+
+
 def compare(ways: Sequence[Way], laps: int, log: Path, rounds: int = 1) -> None:
     """Let the ways take turns, so many laps each, the order turned round every time.
 
@@ -228,6 +264,25 @@ def compare(ways: Sequence[Way], laps: int, log: Path, rounds: int = 1) -> None:
 def ratios(way: Way, other: Way, key: str) -> list[float]:
     """Lap by lap, one by the other."""
     return [one[key] / two[key] for one, two in zip(way.laps, other.laps, strict=True)]
+
+
+def unequal(way: Way, other: Way) -> str:
+    """What shows that a way did not do the other's work; empty if nothing does."""
+    one, two = way.laps[-1], other.laps[-1]
+    if one.get("steps", 0) != two.get("steps", 0):
+        return f"{one['steps']:.0f} steps instead of {two['steps']:.0f}"
+    for name, within in ALIKE.items():
+        if name in one and not math.isclose(one[name], two[name], **within):
+            return f"{name} {one[name]:.4f} instead of {two[name]:.4f}"
+    return ""
+
+
+def tell_unequal(ways: Sequence[Way], other: Way) -> bool:
+    """Print which ways did not do the other's work; whether there is one."""
+    faults = [(way.name, fault) for way in ways if (fault := unequal(way, other))]
+    for name, fault in faults:
+        print(f"\nNot the same work: {name}, {fault}.", flush=True)
+    return bool(faults)
 
 
 def report(ways: Sequence[Way], pairs: Sequence[tuple[str, str]], units: Mapping[str, float]) -> Iterator[str]:

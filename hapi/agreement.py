@@ -23,11 +23,11 @@ class _Asked(NamedTuple):
 
 
 class Agreement:
-    """A meeting every k optimizer steps, k such that it comes about twice a second: one tiny collective, and one look at the
-    losses since the last, for which a device's queue is waited for.
+    """A meeting every k optimizer steps, k such that it comes about twice a second: one tiny collective.
 
     k is agreed in the meeting itself, so ranks of different speed never miss each other. Several ranks ask one another
-    a step before, if k is more than 1, so that nobody waits for the answer: it goes round meanwhile.
+    a step before, if k is more than 1, so that nobody waits for the answer: it goes round meanwhile. The losses since
+    the last meeting are looked at together, for which a device's queue is waited for.
 
     Args:
         model: Its `stop_training` is what a rank asks for; what one has asked for, a meeting sets on all ranks.
@@ -97,7 +97,10 @@ class Agreement:
         return bool(self.signal)
 
     def before_save(self, tally: Tally, epoch: int, step: int) -> bool:
-        """Called before a save within an epoch: whether all ranks stop here. No weights that a loss has spoilt are kept.
+        """Called before a save within an epoch, so that no weights are kept that a loss has spoilt.
+
+        Returns:
+            Whether all ranks stop here.
 
         Raises:
             RuntimeError: A loss since the last meeting was infinite or NaN, on any rank.

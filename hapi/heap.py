@@ -12,44 +12,61 @@ import sys
 import time
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 
 _SHARE = 0.01
 """Of the time, at most, goes into it: what one call takes grows with the number of pieces, whoever has made them."""
+_GROWN = 1 << 19
+"""Bytes. What is handed back is asked for again in the next epoch, so it stays where the process has not grown."""
+
+
+_STATUS = Path("/proc/self/statm")
 
 
 class Heap:
-    """Hands back what is free at the ends of epochs."""
+    """Hands back what is free at the ends of epochs, where more is held there than at an earlier one."""
 
     def __init__(self) -> None:
         self._ended = self._took = 0.0
+        self._least: int | None = None
+        """Bytes held at the end of an epoch since it was last handed back, the fewest."""
 
     def end_epoch(self) -> None:
         """Called where nothing of an epoch is held any more."""
+        trim = _trim()
+        if trim is None:
+            return
+        held = _held()
+        if self._least is None or held <= self._least + _GROWN:
+            self._least = min(held, self._least or held)
+            return
         began = time.perf_counter()
         if self._took <= _SHARE * (began - self._ended):
-            _trim()(0)
+            trim(0)
             self._ended = time.perf_counter()
             self._took = self._ended - began
+            self._least = None
 
 
 @lru_cache(maxsize=1)
-def _trim() -> Callable[[int], int]:
-    """Glibc's `malloc_trim`; what does nothing where there is none, as with musl, on macOS and on Windows."""
+def _trim() -> Callable[[int], int] | None:
+    """Glibc's `malloc_trim`; None where there is none, as with musl and on macOS, or nothing tells of growth."""
     # Who has set how much the heap keeps has it so.
-    if sys.platform == "linux" and "MALLOC_TRIM_THRESHOLD_" not in os.environ:
-        import ctypes
+    if sys.platform != "linux" or "MALLOC_TRIM_THRESHOLD_" in os.environ or not _STATUS.exists():
+        return None
+    import ctypes
 
-        try:
-            found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-        except (AttributeError, OSError):
-            # No such function, or a sandbox that lets nobody look for it.
-            return _nothing
-        return found
-    return _nothing
+    try:
+        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError):
+        # No such function, or a sandbox that lets nobody look for it.
+        return None
+    return found
 
 
-def _nothing(_: int) -> int:
-    return 0
+def _held() -> int:
+    """Bytes of this process that lie in memory."""
+    return int(_STATUS.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 of_process = Heap()

@@ -6,8 +6,10 @@ import importlib
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -22,19 +24,30 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("turns")
+
+
+@pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return importlib.import_module("peers")
 
 
-def test_other_work_than_the_loops_is_told(peers: ModuleType) -> None:
-    def way(steps: float, loss: float) -> SimpleNamespace:
-        return SimpleNamespace(laps=[{"steps": 1.0, "loss": 9.0}, {"steps": steps, "loss": loss}])
+def test_other_work_than_the_loops_is_told(turns: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    def way(steps: float, loss: float) -> Any:
+        return turns.Way("it", [], laps=[{"steps": 1.0, "loss": 9.0}, {"steps": steps, "loss": loss}])
 
     hand = way(3750, 0.100)
-    assert peers.unequal(hand, hand) == peers.unequal(way(3750, 0.110), hand) == ""
-    assert peers.unequal(way(1875, 0.100), hand) == "1875 steps instead of 3750"
-    assert peers.unequal(way(3750, 0.130), hand) == "loss 0.1300 instead of 0.1000"
+    assert turns.unequal(hand, hand) == turns.unequal(way(3750, 0.110), hand) == ""
+    assert turns.unequal(way(1875, 0.100), hand) == "1875 steps instead of 3750"
+    assert turns.unequal(way(3750, 0.130), hand) == "loss 0.1300 instead of 0.1000"
+    one, other = (turns.Way("it", [], laps=[{"sum": value}]) for value in (100.0, 101.0))
+    assert turns.unequal(one, one) == "" and turns.unequal(one, other) == "sum 100.0000 instead of 101.0000"
+    assert not turns.tell_unequal([hand, hand], hand)
+    assert turns.tell_unequal([hand, way(1, 0.1)], hand)
+    assert capsys.readouterr().out == "\nNot the same work: it, 1 steps instead of 3750.\n"
 
 
 def test_libraries_that_are_not_there_are_asked_for(
@@ -111,9 +124,7 @@ while True:
 """
 
 
-def test_ways_take_turns_within_a_lap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    turns = importlib.import_module("turns")
+def test_ways_take_turns_within_a_lap(turns: ModuleType, tmp_path: Path) -> None:
     script = TAKES_TURNS.format(folder=str(ROOT / "benchmarks"), log=str(tmp_path / "order"))
     ways = [turns.Way(name, [sys.executable, "-c", script, name]) for name in "ab"]
     turns.compare(ways, 2, tmp_path / "log")
@@ -122,9 +133,7 @@ def test_ways_take_turns_within_a_lap(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert [len(way.laps) for way in ways] == [2, 2]
 
 
-def test_a_pause_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    turns = importlib.import_module("turns")
+def test_a_pause_takes_no_time(turns: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[dict[str, float] | None] = []
     clock = iter([(1.0, 1.0), (4.0, 2.0), (11.0, 3.0), (15.0, 6.0), (15.0, 6.0), (17.0, 7.0), (17.0, 7.0)])
     monkeypatch.setattr(turns, "_now", lambda: next(clock))
@@ -140,6 +149,28 @@ def test_a_pause_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sent[:2] == [None, None]
     assert [(lap["elapsed"], lap["cpu"]) for lap in sent[2:] if lap is not None] == [(7.0, 4.0), (2.0, 1.0)]
     assert sent[2] is not None and sent[2]["loss"] == 0.5
+    # A clock of fit's has not seen the 7 seconds in which another had its turn.
+    assert laps._standing_still(lambda: 100.0)() == 93.0
+
+
+ON_SCREEN = """
+import sys
+sys.path.insert(0, {folder!r})
+from turns import Laps
+laps = Laps()
+while True:
+    print("seen" if sys.stderr.isatty() else "unseen", file=sys.stderr)
+    laps.mark()
+"""
+
+
+def test_a_way_may_write_to_a_terminal(turns: ModuleType, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ON_SCREEN.format(folder=str(ROOT / "benchmarks"))]
+    turns.compare([turns.Way("it", command, on_screen=True)], 1, tmp_path / "log")
+    until = time.monotonic() + 20
+    while (tmp_path / "log").read_text().split() != ["seen"] * 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert (tmp_path / "log").read_text().split() == ["seen"] * 2
 
 
 @pytest.mark.parametrize("case", ["mnist-256", "evaluate-256", "predict-256"])

@@ -273,6 +273,7 @@ class DatasetFeed(Feed):
             self._begun(epoch, BEGINNING)
             self._ahead = epoch
 
+
 class LocalFeed(Feed):
     """Map-style data of which this rank holds its own part: every rank reads all of its own, and they end together.
 

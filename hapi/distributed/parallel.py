@@ -105,8 +105,9 @@ class _FixedBuckets(DistributedDataParallel):
 
     def buckets(self) -> list[list[torch.Tensor]]:
         """The parameters of each bucket, in the order in which they are sent; none where torch does not tell."""
-        tell = getattr(self.reducer, "_get_zeros_like_grad_buckets", lambda: [])
-        return [bucket.parameters() for bucket in tell()]
+        if not hasattr(self.reducer, "_get_zeros_like_grad_buckets"):
+            return []
+        return [bucket.parameters() for bucket in self.reducer._get_zeros_like_grad_buckets()]
 
 
 class GradientExchange:
@@ -232,8 +233,8 @@ class GradientExchange:
         wrapped = _FixedBuckets(self.replica, **{"gradient_as_bucket_view": True, **self._options})
         wrapped.fix_buckets()
         # They are put right in DDP's own memory, where it is the gradient's too, as long as their bucket is not sent.
-        # That need not be the last one where each of several dtypes or devices has its own, or where the bucket was full
-        # with them and the first layer's has followed.
+        # That need not be the last one where each of several dtypes or devices has its own, or where a bucket was full
+        # with the marks and one for the first layer has followed.
         last = wrapped.buckets()[-1:]
         lies_last = any(parameter is self._marks for bucket in last for parameter in bucket)
         self._marks_along = lies_last and bool(wrapped.gradient_as_bucket_view)
@@ -307,7 +308,7 @@ def checked_options(options: dict[str, Any] | None) -> dict[str, Any]:
     if refused:
         raise ValueError(
             f"ddp_options received {', '.join(f'{name}=True' for name in refused)}, which changes how DDP waits for "
-            "parameters that a batch does not reach: hapi sees to them by itself, in the steps that leave some out. Leave it out."
+            "parameters that a batch does not reach: hapi sees to them by itself, in steps that need it. Leave it out."
         )
     known = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module"}
     unknown = sorted(set(options) - known)

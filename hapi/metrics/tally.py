@@ -107,7 +107,7 @@ class Tally:
         return group.broadcast_object(logs | {name: float(value) for name, value in values.items()})
 
     def take_nonfinite(self) -> int | None:
-        """Whether a loss since the last call was infinite or NaN, or one before it in this process. Reads them together.
+        """Whether a loss since the last call, or before it in this process, was infinite or NaN. Reads them together.
 
         Returns:
             How many batches ago the first of them came, 0 for the last batch; None if there was none.
