@@ -8,7 +8,7 @@ Images are random bytes in memory, kept as hapi.datasets keeps its own. Networks
 examples/cifar10.py's (256), and ResNet-18 for 32 x 32 pixels in bf16, channels last (512); fused Adam. The ways take
 turns, an epoch each (see turns.py):
 
-fit       `Model.fit`: images in the host's memory, of which it keeps a copy on the card; accuracy kept, lines on
+fit       `Model.fit`: images in the host's memory, kept on the card from the second epoch on; accuracy kept, lines on
 hand      a tuned loop: all images on the card, no value read in an epoch
 compiled  the same loop with `torch.compile`
 graph     the same loop, its whole step replayed as one CUDA graph

@@ -16,36 +16,47 @@ from pathlib import Path
 
 _SHARE = 0.01
 """Of the time, at most, goes into it: what one call takes grows with the number of pieces, whoever has made them."""
-_GROWN = 1 << 19
+_GROWN = 1 << 18
 """Bytes. What is handed back is asked for again in the next epoch, so it stays where the process has not grown."""
-
-
 _STATUS = Path("/proc/self/statm")
 
 
 class Heap:
-    """Hands back what is free at the ends of epochs, where more is held there than at an earlier one."""
+    """Hands back what is free after a fit's first epoch, and after later ones at whose end more of it is held."""
 
     def __init__(self) -> None:
         self._ended = self._took = 0.0
-        self._least: int | None = None
-        """Bytes held at the end of an epoch since it was last handed back, the fewest."""
+        self._floor: int | None = None
+        """Bytes that were held when what was free had been handed back."""
+        self._most = 0
+        """So many may be held at the end of an epoch."""
 
-    def end_epoch(self) -> None:
-        """Called where nothing of an epoch is held any more."""
+    def end_epoch(self, first: bool) -> None:
+        """Called where nothing of an epoch is held any more.
+
+        Args:
+            first: Whether it was the first one of a fit, which may need more than those of the fit before.
+        """
         trim = _trim()
         if trim is None:
             return
-        held = _held()
-        if self._least is None or held <= self._least + _GROWN:
-            self._least = min(held, self._least or held)
+        held, floor = _held(), self._floor
+        if first:
+            self._floor = floor = None
+            self._most = 0
+        elif floor is not None and not self._most:
+            self._most = held + _GROWN
+        if floor is not None and held <= self._most:
             return
         began = time.perf_counter()
         if self._took <= _SHARE * (began - self._ended):
             trim(0)
+            self._floor = _held()
+            if floor is not None:
+                # What is in use may grow.
+                self._most += self._floor - floor
             self._ended = time.perf_counter()
             self._took = self._ended - began
-            self._least = None
 
 
 @lru_cache(maxsize=1)

@@ -116,7 +116,7 @@ def fit(run: Run, plan: FitPlan, agreement: Agreement) -> None:
         _set_streams(run, rng.EPOCH_END, epoch)
         callbacks.end_epoch(epoch, logs, lambda: _agree_to_stop(plan, agreement))
         _leave_if_told(run, plan, agreement)
-        _hand_back_memory()
+        _hand_back_memory(epoch == plan.first_epoch)
     if callbacks.savers:
         plan.cursor.gather()
     callbacks.call("on_train_end", logs=logs)
@@ -126,11 +126,11 @@ def fit(run: Run, plan: FitPlan, agreement: Agreement) -> None:
         raise stopped_by(agreement.signal)
 
 
-def _hand_back_memory() -> None:
+def _hand_back_memory(first: bool) -> None:
     # Only for a process that trains.
     from hapi import heap
 
-    heap.of_process.end_epoch()
+    heap.of_process.end_epoch(first)
 
 
 def _evaluate_within(run: Run, plan: FitPlan, feed: Feed, agreement: Agreement) -> dict[str, float]:

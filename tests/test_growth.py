@@ -6,7 +6,6 @@ import os
 import platform
 import subprocess
 import sys
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -117,74 +116,77 @@ def free_in_pieces():
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_what_an_epoch_has_left_free_goes_back_to_the_system():
     heap = Heap()
-    heap.end_epoch()
-    kept = free_in_pieces()
+    kept = [free_in_pieces()]
     before = in_memory()
-    heap.end_epoch()
+    heap.end_epoch(True)
     assert before - in_memory() > 30
     # What is needed in each epoch stays: it would only have to be asked for again.
-    kept = [kept, free_in_pieces()]
+    kept.append(free_in_pieces())
     before = in_memory()
-    heap.end_epoch()
-    heap.end_epoch()
+    heap.end_epoch(False)
+    heap.end_epoch(False)
     assert abs(before - in_memory()) < 5
     assert len(kept) == 2
 
 
-class Clock:
-    """A time that goes on where it is told to."""
+class Machine:
+    """A time that goes on where it is told to, and a process that grows."""
 
-    def __init__(self):
-        self.now = 1000.0
+    def __init__(self, monkeypatch, takes):
+        self.now, self.takes = 1000.0, takes
+        self.used, self.free = 900.0, 0.0
         self.trimmed = []
+        monkeypatch.setattr(hapi.heap, "_trim", lambda: self.trim)
+        monkeypatch.setattr(hapi.heap, "_held", lambda: int((self.used + self.free) * 2**20))
+        monkeypatch.setattr(hapi.heap.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(hapi.heap, "of_process", Heap())
 
     def trim(self, keep):
         self.trimmed.append(self.now)
         self.now += self.takes
-        return keep
-
-
-def growing(monkeypatch, megabytes):
-    """Let each epoch end with so much more."""
-    held = count(10**9, int(megabytes * 2**20))
-    monkeypatch.setattr(hapi.heap, "_held", lambda: next(held))
+        self.free = keep
 
 
 def test_it_takes_a_hundredth_of_the_time_at_most(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(hapi.heap.time, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(hapi.heap, "_trim", lambda: clock.trim)
-    growing(monkeypatch, 1.0)
-    heap = Heap()
-    clock.takes = 0.25
-    for _ in range(100):
-        heap.end_epoch()
-        clock.now += 1.0
+    machine, heap = Machine(monkeypatch, takes=0.25), Heap()
+    for epoch in range(100):
+        machine.free += 1.0
+        heap.end_epoch(epoch == 0)
+        machine.now += 1.0
     # Each 25 seconds, and once at first.
-    assert clock.trimmed == [1001.0, 1026.25, 1051.5, 1076.75]
+    assert machine.trimmed == [1000.0, 1025.25, 1050.5, 1075.75]
 
 
-@pytest.mark.parametrize("megabytes, trims", [(0.0, 0), (0.01, 1), (0.1, 14), (0.6, 50)])
-def test_it_is_done_where_the_process_has_grown(megabytes, trims, monkeypatch):
-    clock = Clock()
-    clock.takes = 0.0
-    monkeypatch.setattr(hapi.heap, "_trim", lambda: clock.trim)
-    monkeypatch.setattr(hapi.heap, "_SHARE", 1e9)
-    growing(monkeypatch, megabytes)
-    heap = Heap()
-    for _ in range(100):
-        heap.end_epoch()
-    assert len(clock.trimmed) == trims
+# Megabytes: what an epoch takes and lets go; how much more of that each does; how much more of it stays in use.
+@pytest.mark.parametrize(
+    "takes, more, kept, epochs",
+    [
+        (20.0, 0.0, 0.0, [0]),
+        (20.0, 0.0, 1.0, [0, *range(2, 100, 2)]),
+        (20.0, 0.01, 0.0, [0, *range(27, 100)]),
+        (20.0, 0.0, 0.1, [0, *range(4, 100, 4)]),
+    ],
+)
+def test_it_is_done_where_the_process_has_grown(takes, more, kept, epochs, monkeypatch):
+    machine, heap, done = Machine(monkeypatch, takes=0.0), Heap(), []
+    for epoch in range(100):
+        machine.used += kept
+        machine.free = max(machine.free, takes + more * epoch)
+        before = len(machine.trimmed)
+        heap.end_epoch(epoch == 0)
+        done += [epoch] * (len(machine.trimmed) - before)
+    assert done == epochs
 
 
-def test_it_is_done_between_the_epochs_of_each_fit(monkeypatch):
+def test_it_is_done_after_the_first_epoch_of_each_fit(monkeypatch):
+    machine = Machine(monkeypatch, takes=0.0)
     handed, epochs = [], []
-    monkeypatch.setattr(hapi.heap, "of_process", Heap())
-    monkeypatch.setattr(hapi.heap, "_trim", lambda: lambda keep: handed.append(len(epochs)))
-    monkeypatch.setattr(hapi.heap, "_SHARE", 1e9)
-    growing(monkeypatch, 1.0)
 
     class Ends(hapi.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            machine.free += 1.0
+            handed.append(len(machine.trimmed))
+
         def on_epoch_end(self, epoch, logs=None):
             epochs.append(epoch)
 
@@ -192,24 +194,20 @@ def test_it_is_done_between_the_epochs_of_each_fit(monkeypatch):
     model = hapi.Model(network).prepare("sgd", nn.CrossEntropyLoss())
     data = torch.ones(4, 4), torch.zeros(4, dtype=torch.int64)
     for _ in range(2):
-        model.fit(data, epochs=2, batch_size=2, verbose=0, callbacks=[Ends()])
-    # After one of which it is known that it has grown.
-    assert handed == [2, 4]
+        model.fit(data, epochs=4, batch_size=2, verbose=0, callbacks=[Ends()])
+    # The second epoch shows what one needs; the third takes more.
+    assert handed == [0, 1, 1, 2, 2, 3, 3, 4]
+    assert epochs == list(range(8))
 
 
 def test_many_short_fits_do_not_each_begin_by_paying(monkeypatch):
-    clock = Clock()
-    clock.takes = 1000.0
-    monkeypatch.setattr(hapi.heap, "of_process", Heap())
-    monkeypatch.setattr(hapi.heap, "_trim", lambda: clock.trim)
-    monkeypatch.setattr(hapi.heap.time, "perf_counter", lambda: clock.now)
-    growing(monkeypatch, 1.0)
+    machine = Machine(monkeypatch, takes=1000.0)
     network = nn.Linear(4, 3)
     model = hapi.Model(network).prepare("sgd", nn.CrossEntropyLoss())
     data = torch.ones(4, 4), torch.zeros(4, dtype=torch.int64)
     for _ in range(3):
         model.fit(data, epochs=1, batch_size=2, verbose=0)
-    assert clock.trimmed == [1000.0]
+    assert machine.trimmed == [1000.0]
 
 
 class Without:
