@@ -10,9 +10,9 @@ from torch.utils.data import Subset
 from torchvision.transforms import Compose, RandomCrop, ToTensor
 
 import hapi
-from hapi.data import in_memory, resident, side_stream
+from hapi.data import in_memory, pinned, resident, side_stream
 from hapi.data.order import GlobalOrder
-from hapi.data.sources import as_batch_source
+from hapi.data.sources import as_batch_source, over, whole_of
 from hapi.datasets import FashionMNIST
 
 CPU = torch.device("cpu")
@@ -25,6 +25,12 @@ def feed_of(data, keep, shuffle=True):
     order = GlobalOrder(len(source), 16, 1, 0, shuffle=shuffle, drop_last=False, seed=3)
     feed = in_memory.SourceFeed(source, order, CPU)
     feed._resident = resident.Resident(source, CPU) if keep else None
+    return feed
+
+
+def pinned_feed_of(data, shuffle):
+    feed = feed_of(data, False, shuffle)
+    feed._pinned = over(feed._source, pinned.Pinned(whole_of(feed._source)))
     return feed
 
 
@@ -48,23 +54,63 @@ def cropped():
     return FashionMNIST(mode="test", sample=True, transform=Compose([RandomCrop(28, padding=4), ToTensor()]))
 
 
+DATA = [
+    lambda: ROWS,
+    lambda: (ROWS, CLASSES),
+    lambda: {"x": ROWS, "y": CLASSES},
+    lambda: Subset(Subset(torch.utils.data.TensorDataset(ROWS, CLASSES), range(50, 0, -1)), range(3, 40)),
+    cropped,
+    lambda: Subset(cropped(), range(40)),
+]
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize(
-    "data",
-    [
-        lambda: ROWS,
-        lambda: (ROWS, CLASSES),
-        lambda: {"x": ROWS, "y": CLASSES},
-        lambda: Subset(Subset(torch.utils.data.TensorDataset(ROWS, CLASSES), range(50, 0, -1)), range(3, 40)),
-        cropped,
-        lambda: Subset(cropped(), range(40)),
-    ],
-)
+@pytest.mark.parametrize("data", DATA)
 def test_what_is_kept_is_read_as_it_would_be(data, shuffle):
     kept, plain = feed_of(data(), True, shuffle), feed_of(data(), False, shuffle)
     for epoch in range(3):
         assert same(batches(kept, epoch), batches(plain, epoch))
         assert (kept._rows is kept._source) == (epoch == 0)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """What is asked for of pinned memory, which only a machine with a card has: in its place, any."""
+    shapes = []
+    monkeypatch.setattr(
+        pinned, "_room", lambda shape, dtype: shapes.append(shape) or torch.full(shape, 77, dtype=dtype)
+    )
+    return shapes
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("data", [*DATA, lambda: (ROWS.T.contiguous().T, ROWS.to(torch.complex64), CLASSES)])
+def test_rows_are_indexed_into_pinned_memory(data, shuffle, made):
+    read, plain = pinned_feed_of(data(), shuffle), feed_of(data(), False, shuffle)
+    for epoch in range(2):
+        assert same(batches(read, epoch), batches(plain, epoch))
+    # Nothing was copied there besides.
+    assert made and not read._pin
+
+
+def test_what_cannot_be_indexed_there_is_copied_there(made, monkeypatch):
+    copied = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: copied.append(tensor) or tensor)
+    data = FashionMNIST(mode="test", sample=True)
+    feed = pinned_feed_of(Subset(data, range(40)), False)
+    first = batches(feed, 0)
+    assert made and not copied
+    # A transform of the user's makes the batches.
+    data.transform = lambda image: ToTensor()(image)
+    made.clear()
+    assert same(batches(feed, 1), first)
+    assert len(copied) == 2 * len(first) and not made
+    copied.clear()
+    rows = ROWS.to_sparse(1)
+    feed = pinned_feed_of((rows, CLASSES), True)
+    assert sum(len(x) for x, _ in batches(feed, 0)) == 100
+    assert all(tensor.is_sparse for tensor in copied) and len(copied) == 7
+    assert sum(shape[0] for shape in made) == 100
 
 
 def test_what_was_changed_since_is_copied_anew():

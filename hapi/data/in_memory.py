@@ -15,7 +15,7 @@ from hapi import batch as batches
 from hapi.data.epochs import set_epoch
 from hapi.data.feeds import BEGINNING, DatasetFeed, Feed, Piece, Start, of_size
 from hapi.data.order import GlobalOrder, Share, joined
-from hapi.data.sources import BatchSource, columns_of, labels_of, whole_of
+from hapi.data.sources import BatchSource, columns_of, labels_of, over, whole_of
 
 if TYPE_CHECKING:
     from hapi.data.resident import Resident
@@ -51,6 +51,11 @@ class SourceFeed(Feed):
             self.kept_bytes = resident.kept_bytes(source, device)
             if self.kept_bytes is not None:
                 self._resident = resident.Resident(source, device)
+        self._pinned: BatchSource | None = None
+        if device.type == "cuda":
+            from hapi.data.pinned import Pinned
+
+            self._pinned = over(source, Pinned(whole_of(source)))
         self._placed = self._pin = False
         self._finish: Callable[[Any], Any] = self._finish_moved
         # How many batches are read at once, and of those, how many are finished at once. Found out by each pass.
@@ -59,15 +64,16 @@ class SourceFeed(Feed):
     def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
         """See `Feed.pieces`."""
         set_epoch(self._source, epoch)
-        if self._resident is not None:
-            self._rows = self._resident.source()
+        self._rows = self._source if self._resident is None else self._resident.source()
         unbatched = getattr(self._source, "unbatched", None)
         if unbatched is not None:
             self._placed, self._finish = False, self._finish_moved
             floats = self.floats or torch.get_default_dtype()
             yield from DatasetFeed(unbatched, self._order, self._device, 0, floats).pieces(epoch, start)
             return
-        self._pin = self._device.type == "cuda" and self._rows is self._source
+        self._pin = self._pinned is not None and self._rows is self._source
+        if self._pinned is not None and self._pin and columns_of(self._source) is not None:
+            self._rows, self._pin = self._pinned, False
         # Tensors on the CPU are not moved.
         stays = self._device.type == "cpu" and columns_of(self._source) is not None
         self._finish = self._source.finish_batch if stays else self._finish_moved

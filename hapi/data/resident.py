@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hapi.batch import leaves, map_tensors
-from hapi.data.sources import BatchSource, SubsetSource, batch_of, columns_of, whole_of
+from hapi.data.sources import BatchSource, batch_of, columns_of, over, whole_of
 
 SWITCH = "HAPI_KEEP_DATA"
 # Bytes, and the part of the device's free memory, that data may take there at most.
@@ -48,7 +48,8 @@ class Resident:
         marks = [(id(t), -1 if unseen or t.is_inference() else t._version) for t in leaves(columns)]
         if self._copied is None or marks != self._marks or any(version < 0 for _, version in marks):
             self._copied = None
-            self._copied, self._marks = _on_device(self._source, columns, self._device), marks
+            rows = _OnDevice(whole_of(self._source), columns, self._device)
+            self._copied, self._marks = over(self._source, rows), marks
         return self._copied
 
 
@@ -97,9 +98,3 @@ def kept_bytes(source: BatchSource, device: torch.device) -> int | None:
 def _free(device: torch.device) -> int:
     """Bytes that are free on a card; 0 for any other device."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
-
-
-def _on_device(source: BatchSource, columns: Any, device: torch.device) -> BatchSource:
-    if isinstance(source, SubsetSource):
-        return SubsetSource(_on_device(source.dataset, columns, device), source.indices)
-    return _OnDevice(source, columns, device)

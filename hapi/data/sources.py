@@ -171,6 +171,11 @@ def whole_of(source: Any) -> Any:
     return source
 
 
+def over(source: Any, rows: BatchSource) -> BatchSource:
+    """The source, of other rows than those of what it is a subset of."""
+    return SubsetSource(over(source.dataset, rows), source.indices) if isinstance(source, SubsetSource) else rows
+
+
 def columns_of(source: Any) -> Any:
     """The tensors whose rows a source's batches are before `finish_batch`; None where that is not known."""
     return getattr(whole_of(source), "columns", None)
