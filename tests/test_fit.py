@@ -371,7 +371,7 @@ def test_nothing_is_read_between_log_points(monkeypatch):
     assert abs(reads_of(2) - reads_of(8)) <= 6 and reads_of(2) < 40
 
 
-def test_in_memory_data_is_indexed_by_batch_and_kept_from_the_network():
+def test_data_in_memory_is_kept_from_what_a_network_writes_in_place():
     x, y = make_data(n=64)
     before = x.clone()
     net = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 3))

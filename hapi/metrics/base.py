@@ -56,8 +56,8 @@ class Metric:
     label_span: tuple[int, int] | None
     """Between which numbers all labels of the pass lie, ignored ones included, where that is known beforehand."""
     joins_batches = False
-    """Whether one update with several batches, joined, leaves exactly the states that an update with each does, and
-    keeps nothing of what it is given, whose memory is used again."""
+    """Whether one update with several batches, joined, leaves states of exactly the values that an update with each
+    gives, and keeps nothing of what it is given, whose memory is used again."""
 
     def __new__(cls: type[M], *args: Any, **kwargs: Any) -> M:
         """Set what every metric has, also one that does not call ``super().__init__()``."""
