@@ -76,7 +76,7 @@ class Laps:
         """Pause in `Model.fit`, `evaluate` and `predict`, where they ask whether anybody looks at a step's values.
 
         A hook of a callback's would be a part of what is measured: it is told each step's values. What fit does every
-        so many seconds, such as painting its bar, it does of its own ones: its clocks stand still in pauses.
+        so many seconds, such as painting its bar, it does of its own: the clocks that it asks stand still meanwhile.
         """
         from hapi.callbacks.base import CallbackList
 
@@ -156,10 +156,11 @@ class Way:
     laps: list[dict[str, float]] = field(default_factory=list)
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     connections: list[Connection] = field(default_factory=list)
+    readers: list[threading.Thread] = field(default_factory=list)
 
     def start(self, log: Path) -> None:
         """Start the processes, and wait until each has ended its warm-up."""
-        self.log, self.processes = log, []
+        self.log, self.processes, self.readers = log, [], []
         with Listener(("127.0.0.1", 0)) as listener, log.open("ab") as output:
             host, port = listener.address
             for variables in self.environments:
@@ -175,10 +176,12 @@ class Way:
         import pty
 
         reader, screen = pty.openpty()
-        process = subprocess.Popen(self.command, env=environment, stdout=screen, stderr=screen)
-        os.close(screen)
-        threading.Thread(target=_read, args=(reader, self.log), daemon=True).start()
-        return process
+        self.readers.append(threading.Thread(target=_read, args=(reader, self.log), daemon=True))
+        self.readers[-1].start()
+        try:
+            return subprocess.Popen(self.command, env=environment, stdout=screen, stderr=screen)
+        finally:
+            os.close(screen)
 
     def _accept(self, listener: Listener) -> Connection:
         listener._listener._socket.settimeout(1)  # type: ignore[attr-defined]
@@ -190,6 +193,8 @@ class Way:
 
     def _refuse_ended(self) -> None:
         if any(process.poll() is not None for process in self.processes):
+            for reader in self.readers:
+                reader.join(1)
             raise SystemExit(f"{self.name} ended early:\n{self.log.read_text(errors='replace')[-4000:]}")
 
     def _receive(self) -> list[Any]:
@@ -269,10 +274,10 @@ def ratios(way: Way, other: Way, key: str) -> list[float]:
 def unequal(way: Way, other: Way) -> str:
     """What shows that a way did not do the other's work; empty if nothing does."""
     one, two = way.laps[-1], other.laps[-1]
-    if one.get("steps", 0) != two.get("steps", 0):
-        return f"{one['steps']:.0f} steps instead of {two['steps']:.0f}"
+    if one.get("steps") != two.get("steps"):
+        return f"{one.get('steps', 0):.0f} steps instead of {two.get('steps', 0):.0f}"
     for name, within in ALIKE.items():
-        if name in one and not math.isclose(one[name], two[name], **within):
+        if name in one and name in two and not math.isclose(one[name], two[name], **within):
             return f"{name} {one[name]:.4f} instead of {two[name]:.4f}"
     return ""
 

@@ -10,12 +10,10 @@ Imported with the first network that is compiled, not by `import hapi`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakSet
 
-import torch
 from torch import nn
 
 if TYPE_CHECKING:
@@ -39,28 +37,29 @@ def set_up(network: nn.Module, wanted: bool) -> None:
         _compiled_here.add(network)
 
 
-def uncompiled() -> AbstractContextManager[Any]:
-    """A context in which compiled networks call their layers one by one."""
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
-
-
 class ByPiece:
     """Chooses how pieces are computed: those that are cut as usual by the compiled network, others uncompiled.
 
     Args:
+        network: Which was compiled here.
         is_usual: Of a piece; see `Feed.is_usual`.
     """
 
-    def __init__(self, is_usual: Callable[[Piece], bool]) -> None:
+    def __init__(self, network: nn.Module, is_usual: Callable[[Piece], bool]) -> None:
+        self._network = network
         self._is_usual = is_usual
 
     def __call__(self, piece: Piece, compute: F) -> F:
-        """The computation itself, or one that does the same uncompiled.
+        """The computation itself, or one that does the same uncompiled."""
+        return compute if self._is_usual(piece) else cast(F, partial(self._uncompiled, compute))
 
-        That is the whole of it, with the backward pass, in which checkpointed layers are called again.
-        """
-        return compute if self._is_usual(piece) else cast(F, partial(_uncompiled, compute))
+    def _uncompiled(self, compute: Callable[..., Any], *arguments: Any) -> Any:
+        # Of the network alone: what else the user has compiled, a loss or a layer, is called as the user wants it.
+        compiled, self._network._compiled_call_impl = self._network._compiled_call_impl, None
+        try:
+            return compute(*arguments)
+        finally:
+            self._network._compiled_call_impl = compiled
 
 
 def by_piece(network: nn.Module, feed: Feed) -> ByPiece | None:
@@ -69,9 +68,4 @@ def by_piece(network: nn.Module, feed: Feed) -> ByPiece | None:
     That is where the network is not compiled, or by the user, whose choice it is for which shapes, and where nothing
     is known of the batches beforehand.
     """
-    return None if network not in _compiled_here or feed.is_usual is None else ByPiece(feed.is_usual)
-
-
-def _uncompiled(compute: Callable[..., Any], *arguments: Any) -> Any:
-    with uncompiled():
-        return compute(*arguments)
+    return None if network not in _compiled_here or feed.is_usual is None else ByPiece(network, feed.is_usual)

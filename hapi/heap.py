@@ -7,6 +7,7 @@ a hole, the heap grows instead, by megabytes over some hundred epochs, though no
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -28,8 +29,8 @@ class Heap:
         self._ended = self._took = 0.0
         self._floor: int | None = None
         """Bytes that were held when what was free had been handed back."""
-        self._most = 0
-        """So many may be held at the end of an epoch."""
+        self._most = math.inf
+        """So many may be held at the end of an epoch: little more than at that of another one."""
 
     def end_epoch(self, first: bool) -> None:
         """Called where nothing of an epoch is held any more.
@@ -43,9 +44,9 @@ class Heap:
         held, floor = _held(), self._floor
         if first:
             self._floor = floor = None
-            self._most = 0
-        elif floor is not None and not self._most:
-            self._most = held + _GROWN
+            self._most = math.inf
+        elif floor is not None:
+            self._most = min(self._most, held + _GROWN)
         if floor is not None and held <= self._most:
             return
         began = time.perf_counter()
@@ -76,8 +77,9 @@ def _trim() -> Callable[[int], int] | None:
 
 
 def _held() -> int:
-    """Bytes of this process that lie in memory."""
-    return int(_STATUS.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of this process that lie in memory, without those of files and what it shares."""
+    _, resident, shared, *_ = map(int, _STATUS.read_bytes().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 of_process = Heap()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, is_lazy
 
-from hapi import compiling, restore
+from hapi import restore
 from hapi.distributed import group
 from hapi.rng import isolated
 
@@ -212,7 +212,7 @@ def run(network: nn.Module, inputs: Any, trace: Trace) -> None:
 def _eagerly(network: nn.Module) -> AbstractContextManager[Any]:
     """A context in which compiled networks call their layers one by one."""
     compiled = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in network.modules())
-    return compiling.uncompiled() if compiled else nullcontext()
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 @contextmanager

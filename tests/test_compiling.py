@@ -173,20 +173,35 @@ def test_what_the_user_has_compiled_is_run_as_the_user_has_compiled_it(rows):
     assert rows == [8, 4]
 
 
+# Torch's own, of what it looks at when it compiles.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_what_else_the_user_has_compiled_is_run_so_beside_it(rows):
+    compiled_by_user = []
+
+    def backend(graph, examples):
+        compiled_by_user.append(max(len(e) for e in examples if isinstance(e, Tensor)))
+        return graph.forward
+
+    loss = torch.compile(lambda outputs, labels: ((outputs - labels) ** 2).mean(), backend=backend, dynamic=False)
+    net = make_net()
+    model = hapi.Model(net).prepare(torch.optim.SGD(net.parameters(), lr=0.1), loss, compile=True)
+    model.fit((X, Y), batch_size=8, epochs=2, verbose=0)
+    assert rows == [8] and compiled_by_user == [8, 4]
+
+
 class Checkpointed(nn.Module):
-    """Its layer, which the user has compiled, is called again in the backward pass."""
+    """Its layer is called again in the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = make_net()
-        self.net[0].compile(dynamic=False)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = checkpoint(self.net[0], x, use_reentrant=False)
         return self.net[2](self.net[1](hidden))
 
 
-def test_checkpointed_layers_are_called_again_uncompiled_too(rows):
+def test_checkpointed_layers_are_called_again(rows):
     net, plain = Checkpointed(), make_net()
     compiled = prepared(net).fit((X, Y), batch_size=8, epochs=2, seed=0, verbose=0)
     assert rows and set(rows) == {8}

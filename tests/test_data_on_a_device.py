@@ -12,7 +12,7 @@ from torchvision.transforms import Compose, RandomCrop, ToTensor
 import hapi
 from hapi.data import in_memory, pinned, resident, side_stream
 from hapi.data.order import GlobalOrder
-from hapi.data.sources import as_batch_source, over, whole_of
+from hapi.data.sources import as_batch_source, whole_of
 from hapi.datasets import FashionMNIST
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def feed_of(data, keep, shuffle=True):
 
 def pinned_feed_of(data, shuffle):
     feed = feed_of(data, False, shuffle)
-    feed._pinned = over(feed._source, pinned.Pinned(whole_of(feed._source)))
+    feed._pinned = pinned.Pinned(whole_of(feed._source))
     return feed
 
 

@@ -215,6 +215,7 @@ class CallbackList:
             for hook in _BATCH_HOOKS
         }
         self.adding = [callback for callback in self.callbacks if hooks.overrides(callback, "batch_values")]
+        self.act_between_epochs = hooks.act_between_epochs(self.callbacks)
 
     def call(self, hook: str, *args: Any, logs: Mapping[str, Any] | None = None) -> None:
         """Call a hook of all callbacks, each with a dict of its own.

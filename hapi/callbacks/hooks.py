@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakSet
 
@@ -14,6 +15,21 @@ from hapi.callbacks.base import Callback
 def overrides(callback: Callback, hook: str) -> bool:
     """Whether a callback has made something of a hook."""
     return hook in vars(callback) or getattr(type(callback), hook) is not getattr(Callback, hook)
+
+
+# Called between the last step of an epoch and the first of the next one.
+_BETWEEN_EPOCHS = (
+    "on_epoch_begin", "on_epoch_end", "on_eval_begin", "on_eval_end", "on_eval_batch_begin", "on_eval_batch_end",
+)  # fmt: skip
+
+
+def act_between_epochs(callbacks: Iterable[Callback]) -> bool:
+    """Whether code of the user's may run between two epochs, which may change what the data gives."""
+    return any(
+        overrides(callback, hook) and (hook in vars(callback) or not type(callback).__module__.startswith("hapi."))
+        for callback in callbacks
+        for hook in _BETWEEN_EPOCHS
+    )
 
 
 def check(callback: Any) -> None:

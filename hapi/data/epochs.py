@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 
 def set_epoch(data: Any, epoch: int) -> None:
     """Tell the epoch to a loader, to its samplers and to its data set, or to a data set; each once."""
+    for part in _told(data):
+        part.set_epoch(epoch)
+
+
+def is_told(data: Any) -> bool:
+    """Whether code of the user's is told the epoch."""
+    return any(not type(part).__module__.startswith("hapi.") for part in _told(data))
+
+
+def _told(data: Any) -> Iterator[Any]:
     batch_sampler = getattr(data, "batch_sampler", None)
-    told: set[int] = set()
+    seen: set[int] = set()
     for part in (
         getattr(data, "sampler", None),
         batch_sampler,
@@ -16,17 +27,17 @@ def set_epoch(data: Any, epoch: int) -> None:
         getattr(data, "dataset", None),
         data,
     ):
-        _tell(part, epoch, told)
+        yield from _told_within(part, seen)
 
 
-def _tell(part: Any, epoch: int, told: set[int]) -> None:
-    if part is None or id(part) in told:
+def _told_within(part: Any, seen: set[int]) -> Iterator[Any]:
+    if part is None or id(part) in seen:
         return
-    told.add(id(part))
+    seen.add(id(part))
     if hasattr(part, "set_epoch"):
-        part.set_epoch(epoch)
+        yield part
         return
     # Inside a Subset, a ConcatDataset and the like.
     within = getattr(part, "datasets", None)
     for inner in within if isinstance(within, list | tuple) else [getattr(part, "dataset", None)]:
-        _tell(inner, epoch, told)
+        yield from _told_within(inner, seen)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from hapi import batch as batches
 from hapi.data.collate import Collate
-from hapi.data.epochs import set_epoch
+from hapi.data.epochs import is_told, set_epoch
 from hapi.data.order import GlobalOrder
 from hapi.data.workers import Keyed, KeyedDataset, RefillableSampler, WorkerInit
 from hapi.distributed import group
@@ -94,8 +94,8 @@ class Feed(ABC):
     stateful: Any = None
     """The map-style data set, where it has a state of its own (`state_dict`, `load_state_dict`) to be kept."""
     until: int = 0
-    """Passes follow one another up to this epoch, itself left out: workers may begin with one in the last step of the
-    one before."""
+    """Up to this epoch, itself left out, passes follow one another with nothing of the user's between them: workers may
+    begin with one in the last step of the one before."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -228,8 +228,9 @@ class DatasetFeed(Feed):
             pin_memory=device.type == "cuda",
             collate_fn=Collate(floats),
             worker_init_fn=WorkerInit(None) if num_workers else None,
-            # Each pass draws a number for its workers' streams, which `Keyed` sets anyway: not from the script's own.
-            generator=torch.Generator(),
+            # What workers' seeds are drawn from, on each rank others: not the script's generator, as a pass may begin
+            # within a step.
+            generator=torch.Generator().manual_seed(order.key(-1, group.get_rank()) >> 1),
         )
         self._ahead: int | None = None
         self.steps = order.steps
@@ -265,11 +266,11 @@ class DatasetFeed(Feed):
         return self.read(self._loader)
 
     def _begin_ahead(self, epoch: int) -> None:
-        """Let the workers read while the last step of the epoch before is trained, evaluated and saved.
+        """Let the workers read while the last step of the epoch before is trained, and what follows it is done.
 
-        They hold copies of the data set, so they would see nothing of what happens to it meanwhile later either.
+        Not of data that is told of its epochs, or whose state is kept.
         """
-        if self._loader.num_workers and self.stateful is None:
+        if self._loader.num_workers and self.stateful is None and not is_told(self._dataset):
             self._begun(epoch, BEGINNING)
             self._ahead = epoch
 
@@ -295,7 +296,7 @@ class LocalFeed(Feed):
 
     def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
         """See `Feed.pieces`."""
-        self._own.until = self.until
+        self._own.until = 0 if self.stateful is not None else self.until
         own = start._replace(taken=start.step * (self._own.stride or 0))
         local = ((piece.batch, piece.size, piece.position) for piece in self._own.pieces(epoch, own))
         return in_step(local, self._lockstep, ahead=self.stateful is None)

@@ -15,7 +15,7 @@ from hapi import batch as batches
 from hapi.data.epochs import set_epoch
 from hapi.data.feeds import BEGINNING, DatasetFeed, Feed, Piece, Start, of_size
 from hapi.data.order import GlobalOrder, Share, joined
-from hapi.data.sources import BatchSource, columns_of, labels_of, over, whole_of
+from hapi.data.sources import BatchSource, SubsetSource, columns_of, labels_of, over, whole_of
 
 if TYPE_CHECKING:
     from hapi.data.resident import Resident
@@ -55,7 +55,7 @@ class SourceFeed(Feed):
         if device.type == "cuda":
             from hapi.data.pinned import Pinned
 
-            self._pinned = over(source, Pinned(whole_of(source)))
+            self._pinned = Pinned(whole_of(source))
         self._placed = self._pin = False
         self._finish: Callable[[Any], Any] = self._finish_moved
         # How many batches are read at once, and of those, how many are finished at once. Found out by each pass.
@@ -64,6 +64,8 @@ class SourceFeed(Feed):
     def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
         """See `Feed.pieces`."""
         set_epoch(self._source, epoch)
+        if isinstance(self._source, SubsetSource):
+            self._source.read_indices()
         self._rows = self._source if self._resident is None else self._resident.source()
         unbatched = getattr(self._source, "unbatched", None)
         if unbatched is not None:
@@ -73,7 +75,7 @@ class SourceFeed(Feed):
             return
         self._pin = self._pinned is not None and self._rows is self._source
         if self._pinned is not None and self._pin and columns_of(self._source) is not None:
-            self._rows, self._pin = self._pinned, False
+            self._rows, self._pin = over(self._source, self._pinned), False
         # Tensors on the CPU are not moved.
         stays = self._device.type == "cpu" and columns_of(self._source) is not None
         self._finish = self._source.finish_batch if stays else self._finish_moved

@@ -44,13 +44,12 @@ class Resident:
             self._copied = None
             return self._source
         # Of a tensor that came under inference mode, or lies in an array, nobody knows whether it was changed.
-        unseen = getattr(whole_of(self._source), "changes_unseen", False)
+        unseen = _changes_unseen(self._source)
         marks = [(id(t), -1 if unseen or t.is_inference() else t._version) for t in leaves(columns)]
         if self._copied is None or marks != self._marks or any(version < 0 for _, version in marks):
             self._copied = None
-            rows = _OnDevice(whole_of(self._source), columns, self._device)
-            self._copied, self._marks = over(self._source, rows), marks
-        return self._copied
+            self._copied, self._marks = _OnDevice(whole_of(self._source), columns, self._device), marks
+        return over(self._source, self._copied)
 
 
 class _OnDevice:
@@ -89,10 +88,15 @@ def kept_bytes(source: BatchSource, device: torch.device) -> int | None:
             f"is not. Write {SWITCH}=0 to leave it in the host's memory, or unset it."
         )
     columns = columns_of(source)
-    if wanted == "0" or columns is None:
+    # What may be written to without a trace would have to be copied as a whole for each pass.
+    if wanted == "0" or columns is None or _changes_unseen(source):
         return None
     size = sum(column.numel() * column.element_size() for column in leaves(columns))
     return size if size <= min(_MOST, _free(device) // _PART) else None
+
+
+def _changes_unseen(source: BatchSource) -> bool:
+    return getattr(whole_of(source), "changes_unseen", False)
 
 
 def _free(device: torch.device) -> int:

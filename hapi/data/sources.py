@@ -99,13 +99,32 @@ class Columns:
 
 
 class SubsetSource:
-    """A `torch.utils.data.Subset` of a batch source."""
+    """A `torch.utils.data.Subset` of a batch source.
 
-    def __init__(self, dataset: BatchSource, indices: Any) -> None:
+    Args:
+        dataset: What it is a subset of.
+        subset: Whose indices are read, and again by `read_indices`, since they may be replaced.
+    """
+
+    def __init__(self, dataset: BatchSource, subset: Subset[Any]) -> None:
         self.dataset = dataset
-        chosen = torch.as_tensor(indices, dtype=torch.int64)
-        # Counted from the end, as a data set of one's own may take them.
-        self.indices = torch.where(chosen < 0, chosen + len(dataset), chosen)
+        self._subset = subset
+        self.read_indices()
+
+    def read_indices(self) -> None:
+        """Called before each epoch."""
+        if isinstance(self.dataset, SubsetSource):
+            self.dataset.read_indices()
+        chosen = _places(self._subset.indices)
+        self._is_odd = chosen is None
+        if chosen is not None:
+            # Counted from the end, as a data set of one's own may take them.
+            self.indices = torch.where(chosen < 0, chosen + len(self.dataset), chosen)
+
+    def over(self, rows: BatchSource) -> SubsetSource:
+        """The same subset of other rows, as it is now."""
+        within = self.dataset.over(rows) if isinstance(self.dataset, SubsetSource) else rows
+        return SubsetSource(within, Subset(cast(Any, within), cast(Any, self.indices)))
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -118,8 +137,7 @@ class SubsetSource:
     @property
     def unbatched(self) -> Any:
         """What is to be read sample by sample where the underlying source can no longer be read in batches; or None."""
-        whole = getattr(self.dataset, "unbatched", None)
-        return None if whole is None else Subset(whole, self.indices.tolist())
+        return self._subset if self._is_odd or getattr(self.dataset, "unbatched", None) is not None else None
 
     def fetch_batch(self, indices: torch.Tensor | range) -> Any:
         """The rows of the underlying source."""
@@ -142,8 +160,8 @@ def as_batch_source(data: Any, floats: torch.dtype | None = None) -> BatchSource
     if type(data) is TensorDataset:
         return Columns(data.tensors)
     if type(data) is Subset:
-        source, places = as_batch_source(data.dataset), _places(data.indices)
-        return SubsetSource(source, places) if source is not None and places is not None else None
+        source = as_batch_source(data.dataset)
+        return SubsetSource(source, data) if source is not None and _places(data.indices) is not None else None
     if type(data).__module__.startswith("torchvision.datasets."):
         # Only for who has such data.
         from hapi.data.torchvisions import source_of
@@ -173,7 +191,7 @@ def whole_of(source: Any) -> Any:
 
 def over(source: Any, rows: BatchSource) -> BatchSource:
     """The source, of other rows than those of what it is a subset of."""
-    return SubsetSource(over(source.dataset, rows), source.indices) if isinstance(source, SubsetSource) else rows
+    return source.over(rows) if isinstance(source, SubsetSource) else rows
 
 
 def columns_of(source: Any) -> Any:

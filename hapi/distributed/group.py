@@ -332,7 +332,7 @@ def begin_max(values: Sequence[float]) -> Pending:
     tensor = torch.tensor(values, dtype=torch.float64)
     if not is_initialized():
         return Pending(tensor, None)
-    return Pending(tensor, dist.all_reduce(tensor, dist.ReduceOp.MAX, group=_meeting(), async_op=True))
+    return Pending(tensor, dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=_meeting(), async_op=True))
 
 
 def begin_sum(value: int) -> Pending:

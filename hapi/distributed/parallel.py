@@ -18,6 +18,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -104,10 +105,15 @@ class _FixedBuckets(DistributedDataParallel):
             self.reducer._rebuild_buckets()
 
     def buckets(self) -> list[list[torch.Tensor]]:
-        """The parameters of each bucket, in the order in which they are sent; none where torch does not tell."""
-        if not hasattr(self.reducer, "_get_zeros_like_grad_buckets"):
+        """The parameters of each bucket, in the order in which they are sent; none where this build does not tell."""
+        if not hasattr(self.reducer, "_push_all_rebuilt_params") or getattr(self, "bucket_bytes_cap_list", None):
             return []
-        return [bucket.parameters() for bucket in self.reducer._get_zeros_like_grad_buckets()]
+        parameters, sparse = self._build_params_for_reducer()
+        given: Any = dist
+        first = given._DEFAULT_FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else self.bucket_bytes_cap
+        places = list(range(len(parameters)))
+        found, _ = given._compute_bucket_assignment_by_size(parameters, [first, self.bucket_bytes_cap], sparse, places)
+        return [[parameters[index] for index in bucket] for bucket in found]
 
 
 class GradientExchange:

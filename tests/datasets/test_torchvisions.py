@@ -15,7 +15,7 @@ import torchvision
 from made_files import idx_files, write
 from made_images import AUGMENT, MEAN, STD, v2_float
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 from torchvision.datasets import CIFAR10, CIFAR100, KMNIST, MNIST, FashionMNIST
 from torchvision.datasets.vision import StandardTransform
 from torchvision.transforms import transforms as v1
@@ -445,6 +445,20 @@ def test_what_is_changed_between_epochs_is_seen_in_the_next(name: str, kind: str
     assert_same(*results)
 
 
+@pytest.mark.parametrize("change", [list, lambda places: [*range(72)], lambda places: torch.tensor(places[::-1])])
+@pytest.mark.parametrize("kind", [MNIST, "tensors"])
+def test_other_indices_hold_from_the_next_epoch_on(kind: Any, change: Any, root: Path) -> None:
+    results = []
+    for own in (False, True):
+        whole: Any = MNIST(root, transform=_cut())
+        if kind == "tensors":
+            whole = TensorDataset(*map(torch.stack, zip(*((x, torch.tensor(y)) for x, y in whole), strict=True)))
+        data: Any = Subset(whole, list(range(5, 77)))
+        callbacks = [Changing(2, lambda data: changed(data, indices=change(data.indices)), data)]
+        results.append(trained(AsOwn(data) if own else data, *callbacks, epochs=4))
+    assert_same(*results)
+
+
 def _cut() -> Any:
     return v1.Compose([v1.ToTensor()])
 
@@ -496,6 +510,17 @@ def test_what_is_kept_on_a_device_follows_what_is_changed(kind: Any, subset: boo
         assert_same(*of_each)
         assert (kept._rows is kept._source) == (epoch in (0, 6, 7))
     assert kept.draws == plain.draws == "all"
+
+
+def test_only_what_torch_sees_written_to_is_kept(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resident, "_free", lambda device: 1 << 40)
+    kept = []
+    for data in (MNIST(root, transform=_cut()), CIFAR10(root, transform=_cut())):
+        for part in (data, Subset(data, range(9))):
+            source: Any = as_batch_source(part)
+            kept.append(resident.kept_bytes(source, torch.device("cuda")) is not None)
+    # To copy all of it anew for each pass would be as much as to copy its batches.
+    assert kept == [True, True, False, False]
 
 
 def test_what_is_kept_on_a_device_follows_an_array_that_was_written_to(root: Path) -> None:

@@ -11,6 +11,7 @@ from ranks import alone, same
 from torch import nn
 
 import hapi
+from hapi.distributed import parallel
 
 CASES = 120
 PER_TEST = 30
@@ -100,6 +101,38 @@ def train_behind(size: int) -> tuple[list[float], float]:
     model = hapi.Model(net).prepare(optimizer, lambda outputs, _: outputs.mean())
     model.fit((torch.ones(8, 1), torch.zeros(8)), global_batch_size=4, verbose=0)
     return net.never.tolist(), net.layer.weight.detach().double().sum().item()
+
+
+class Sizes(nn.Module):
+    def __init__(self, sizes: list[tuple[int, torch.dtype]]) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(nn.Parameter(torch.ones(size, dtype=dtype)) for size, dtype in sizes)
+
+
+def buckets_of(sizes: list[tuple[int, torch.dtype]], options: dict[str, Any] | None) -> tuple[Any, Any, bool]:
+    """The sizes in each bucket as they are foreseen, as torch has them, and whether the marks go with a backward."""
+    exchange = parallel.GradientExchange(parallel.Replica(Sizes(sizes), None, lambda x: x), options)
+    exchange.begin()
+    exchange.begin_window()
+    wrapped = exchange._wrapped
+    there = [[len(p) for p in bucket.parameters()] for bucket in wrapped.reducer._get_zeros_like_grad_buckets()]
+    return [[len(p) for p in bucket] for bucket in wrapped.buckets()], there, exchange._marks_along
+
+
+@pytest.mark.parametrize(
+    "sizes, options, along",
+    [
+        ([(4, SINGLE), (262144, SINGLE)], None, True),
+        ([(4, SINGLE), (262141, SINGLE)], None, False),
+        ([(5, SINGLE), (9 * 10**6, SINGLE), (7, SINGLE)], None, True),
+        ([(100, SINGLE)] * 50, {"bucket_cap_mb": 0.001}, True),
+        ([(4, HALF), (6, HALF)], None, False),
+        ([(4, DOUBLE), (5, SINGLE), (6, HALF), (300000, SINGLE), (7, HALF)], {"bucket_cap_mb": 1}, False),
+    ],
+)
+def test_the_buckets_are_foreseen(ranks, sizes, options, along):
+    foreseen, there, goes_along = same(ranks(2).run(buckets_of, sizes, options))
+    assert foreseen == there and goes_along == along
 
 
 # DDP's first bucket takes 1 MiB: full with the layer, with the marks behind it (3 numbers), not full.
