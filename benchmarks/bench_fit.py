@@ -197,7 +197,7 @@ def usual(laps: Laps, batch_size: int) -> None:
             correct += (outputs.argmax(1) == labels).sum().item()
         values = {"loss": loss_sum / len(data), "acc": correct / len(data)}
         print(values)
-        laps.mark(**values)
+        laps.mark(**values, steps=steps_of(optimizer))
 
 
 def fit_torchvision(laps: Laps, batch_size: int) -> None:
