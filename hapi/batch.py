@@ -63,14 +63,14 @@ def rebuilt_record(record: Any, field: Callable[[str], Any]) -> Any:
 
 
 def tensor_of(array: Any, floats: torch.dtype | None = None) -> torch.Tensor:
-    """A NumPy array as a tensor.
+    """A NumPy array as a tensor: a copy where it is reversed, in another order of bytes, or not to be written to.
 
     Args:
         array: The array.
         floats: What float64 becomes, which NumPy makes unasked and few layers take; None: torch's default dtype.
     """
-    # Copied are a reversed view, as a tensor has no strides below zero, and what may not be written to.
-    tensor = torch.as_tensor(array.copy() if not array.flags.writeable or min((0, *array.strides)) < 0 else array)
+    fits = array.flags.writeable and array.dtype.isnative and min((0, *array.strides)) == 0
+    tensor = torch.as_tensor(array if fits else array.astype(array.dtype.newbyteorder("="), order="C"))
     return tensor.to(floats or torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
 
 

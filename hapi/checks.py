@@ -332,6 +332,11 @@ def _label_fault(error: Exception, outputs: Any, labels: Any, ignored: int | Non
             f"The labels of a batch are {labels!r:.60}, one {type(labels).__name__}, so it looks like a sample: a list "
             "is taken as batches. Write DataLoader(samples, batch_size=32), or give columns as a tuple (x, y)."
         )
+    if isinstance(labels, tuple | list) and labels and all(isinstance(label, str) for label in labels):
+        return ValueError(
+            f"The labels of a batch are text, {labels[0]!r} the first of them, with which no loss computes. Let the "
+            "data set give the number of each class in their place: names.index(label)."
+        )
     if isinstance(labels, tuple | list) and isinstance(error, TypeError):
         kinds = ", ".join("text" if _is_text(label) else type(label).__name__ for label in labels)
         return ValueError(

@@ -56,7 +56,7 @@ _WEIGHTS = (
 _DATA = "Data is given to each call: model.fit(train_data, eval_data), model.evaluate(data), model.predict(data)."
 _LOG = (
     "What is to be logged is a metric: prepare(optimizer, loss, metrics=[f]), where f(outputs, labels) gives a value "
-    "for each sample. A callback of yours may add to the logs of its on_epoch_end."
+    "for each sample. What is no value of a batch, a callback of yours may print or keep in its on_epoch_end."
 )
 _FIT = "Write model.fit(data), whatever the kind of data: arrays, a data set, a DataLoader, a list of batches."
 # Of a Model, in groups of one answer.

@@ -169,7 +169,10 @@ class Engine:
             objective.counts = True
             return None
         columns = [feed.labels() if self.splitter.is_default else None for feed in feeds if feed is not None]
-        found = [None if column is None else _span(column, ignored) for column in columns]
+        ours = [None if column is None else _span(column, ignored) for column in columns]
+        # What one rank has in memory, another may read sample by sample, and all have to count alike.
+        ranks = group.gather_objects(ours)
+        found = [None if any([other[i] != each for other in ranks]) else each for i, each in enumerate(ours)]
         holes = any([each is None or each[1] for each in found])
         objective.counts = objective.weighs_classes or holes
         spans = [each[0] for each in found if each is not None and each[0] is not None]

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 import hapi
 from hapi.data.collate import Collate
+from hapi.data.sources import as_batch_source
 
 X = np.linspace(-1, 1, 24).reshape(8, 3)
 Y = np.linspace(0, 1, 8)[:, None]
@@ -152,7 +154,9 @@ CANNOT: dict[str, tuple[Callable[[int], Any], type[Exception], str]] = {
     "None in a dataclass": (lambda i: Record(X[i], None), TypeError, "None, of type NoneType.*leave it out"),
     "an object": (lambda i: (X[i], (Y[i], Made)), TypeError, "of type type at position 1"),
     "text in an array": (lambda i: (X[i], np.array(["a"])), TypeError, "of type ndarray at position 1"),
-    "shapes": (lambda i: (torch.ones(3 + i), Y[i]), ValueError, r"\[\[3\], \[1\]\].*1 later.*\[\[4\], \[1\]\].*pad"),
+    "an order of bytes": (lambda i: (X[i].astype(">f8"), Y[i]), TypeError, "dtype='>f8'.*position 0.*tensor"),
+    "shapes": (lambda i: (torch.ones(3 + i), Y[i]), ValueError, r"\[\(3,\), \(1,\)\] and, 1 further on.*\(4,\).*pad"),
+    "a picture": (lambda i: (Image.new("L", (2, 2)), 1), TypeError, r"type Image at position 0.*ToTensor\(\)"),
 }
 
 
@@ -182,3 +186,14 @@ def test_labels_that_a_loss_does_not_take_are_counted() -> None:
         subject.fit(Made(lambda i: {"input": X[i], "y": Y[i], "name": "a"}), verbose=0)
     with pytest.raises(ValueError, match=r"one float.*looks like a sample.*DataLoader\(samples"):
         subject.fit([(torch.ones(3), 1.0), (torch.ones(3), 2.0)], verbose=0)
+    with pytest.raises(ValueError, match=r"labels of a batch are text, 'a' the first.*names\.index\(label\)"):
+        subject.fit(Made(lambda i: (X[i], "a")), verbose=0)
+
+
+def test_arrays_in_another_order_of_bytes() -> None:
+    x, y = np.arange(4, dtype=">f8")[::-1].reshape(2, 2), np.arange(2, dtype=">i2")
+    source = as_batch_source((x, y), torch.float32)
+    assert source is not None
+    images, labels = source.fetch_batch(range(2))
+    assert (images.tolist(), images.dtype) == ([[3.0, 2.0], [1.0, 0.0]], torch.float32)
+    assert (labels.tolist(), labels.dtype) == ([0, 1], torch.int16)

@@ -383,7 +383,7 @@ def test_callbacks_whose_hooks_could_not_be_called_are_refused_before_the_first_
     model = hapi.Model(net).prepare(sgd(net), nn.CrossEntropyLoss())
     with pytest.raises(TypeError, match="on_batch_end, which is no hook .* is meant"):
         model.fit(data(), verbose=0, callbacks=Misspelled())
-    with pytest.raises(TypeError, match="Write def on_epoch_end"):
+    with pytest.raises(TypeError, match=r"Write def on_epoch_end\(self, epoch, logs=None\)\."):
         model.fit(data(), verbose=0, callbacks=Short())
     free = Free()
     model.fit(data(), verbose=0, callbacks=free)

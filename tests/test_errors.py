@@ -946,6 +946,10 @@ def test_a_subclass_that_forgets_models_init() -> None:
         (TensorDataset, r"received the class TensorDataset.*Write TensorDataset\(\.\.\.\)"),
         (((X, X), Y), r"tuple of containers and tensors.*\(a, b, y\)"),
         (([X, X], Y), r"tuple of containers and tensors.*\(a, b, y\)"),
+        ((X, [0] * len(X)), r"column is a list of numbers.*torch\.tensor\(numbers\)"),
+        (Subset(TensorDataset(X, Y), torch.ones(len(X), dtype=torch.bool)), r"a mask.*mask\.nonzero\(\)\[:, 0\]"),
+        (Subset(TensorDataset(X, Y), np.ones(len(X), dtype=bool)), r"a mask.*mask\.nonzero\(\)\[:, 0\]"),
+        (Subset(Subset(TensorDataset(X, Y), [True] * len(X)), [0]), r"a mask.*enumerate\(mask\)"),
     ],
 )
 def test_data_that_is_mistaken_for_batches(refused: Refused, data: Any, cure: str) -> None:

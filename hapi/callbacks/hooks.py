@@ -107,7 +107,12 @@ def _check_hooks(callback: Callback) -> None:
         except TypeError:
             raise TypeError(
                 f"{type(callback).__name__}.{name}{inspect.signature(hook)} cannot be called as hooks are. "
-                f"Write def {name}{expected}."
+                f"Write def {name}{_without_annotations(expected)}."
             ) from None
     if of_class:
         _checked.add(type(callback))
+
+
+def _without_annotations(signature: inspect.Signature) -> inspect.Signature:
+    plain = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    return signature.replace(parameters=plain, return_annotation=signature.empty)

@@ -10,6 +10,8 @@ from torch.utils.data import default_collate
 
 from hapi.batch import is_record, leaves, move, rebuilt_mapping, rebuilt_record
 
+_INSTEAD = "Let its __getitem__ leave it out or give a tensor or number instead"
+
 
 class Collate:
     """torch's `default_collate`; dataclasses too, and float64 only where a sample asked for it by a tensor.
@@ -33,7 +35,7 @@ class Collate:
             return self._by_parts(samples)
         try:
             batch = default_collate(samples)
-        except (TypeError, RuntimeError) as error:
+        except (TypeError, RuntimeError, ValueError) as error:
             cause = _cause(samples)
             if cause is None:
                 raise
@@ -91,17 +93,18 @@ def _cause(samples: Sequence[Any]) -> Exception | None:
     for number, sample in enumerate(samples):
         place, found = _strange(sample, "")
         if place is not None:
+            is_image = type(found).__module__.startswith("PIL.")
+            instead = "Make it a tensor: transform=torchvision.transforms.ToTensor()" if is_image else _INSTEAD
             return TypeError(
                 f"The data set gave a sample with {found!r:.60}, of type {type(found).__name__}{place}, which cannot "
-                "be stacked into a batch. Let its __getitem__ leave it out or give a tensor or number instead, or pass "
-                "a DataLoader with a collate_fn that knows it."
+                f"be stacked into a batch. {instead}, or pass a DataLoader with a collate_fn that knows it."
             )
         shapes = [_shapes(samples[0]), _shapes(sample)]
         if shapes[0] != shapes[1]:
             return ValueError(
-                f"The data set gave samples of different shapes, {shapes[0]} and, {number} later in the batch, "
-                f"{shapes[1]}, which cannot be stacked. Bring them to one shape in its __getitem__ (crop, resize, pad) "
-                "or pass a DataLoader with a collate_fn that does."
+                f"The data set gave samples of different shapes, {shapes[0]} and, {number} further on, {shapes[1]}, "
+                "which cannot be stacked. Bring them to one shape in its __getitem__ (crop, resize, pad) or pass a "
+                "DataLoader with a collate_fn that does."
             )
     return None
 
@@ -115,7 +118,7 @@ def _strange(sample: Any, place: str) -> tuple[str | None, Any]:
     else:
         known = isinstance(sample, torch.Tensor | int | float | complex | str | bytes)
         numeric = type(sample).__module__ == "numpy" and getattr(sample, "dtype", None) is not None
-        if known or (numeric and sample.dtype.kind not in "OUSV"):
+        if known or (numeric and sample.dtype.kind not in "OUSV" and sample.dtype.isnative):
             return None, None
         return place, sample
     for where, part in parts:
@@ -125,10 +128,10 @@ def _strange(sample: Any, place: str) -> tuple[str | None, Any]:
     return None, None
 
 
-def _shapes(sample: Any) -> list[Any]:
+def _shapes(sample: Any) -> list[Any] | tuple[int, ...]:
     """The shapes in a sample; in place of one of a mapping or sequence, those within."""
     if isinstance(sample, Mapping):
         return [(key, _shapes(part)) for key, part in sample.items()]
     if isinstance(sample, tuple | list):
         return [_shapes(part) for part in sample]
-    return list(getattr(sample, "shape", ()))
+    return tuple(getattr(sample, "shape", ()))

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from hapi import rng
 from hapi.batch import map_tensors
@@ -70,6 +70,7 @@ def make_feed(data: Any, request: Request, device: torch.device) -> Feed:
         ValueError: It is empty, or options were given that contradict it.
     """
     _refuse_mistaken(data, request.name)
+    _refuse_mask(data.dataset if isinstance(data, DataLoader) else data, request.name)
     # Only for a process that reads data.
     from hapi.data import foreign
 
@@ -161,9 +162,32 @@ def _refuse_mistaken(data: Any, name: str) -> None:
             f"{name} received the class {data.__name__}, which makes data sets and is none. Write {data.__name__}(...)."
         )
     if isinstance(data, tuple) and len({isinstance(part, tuple | list) for part in data}) > 1:
+        if any(isinstance(part, list) and _holds_numbers(part) for part in data):
+            raise TypeError(
+                f"{name} is a tuple in which a column is a list of numbers, and only tensors and arrays are columns. "
+                "Write torch.tensor(numbers) in its place."
+            )
         raise TypeError(
             f"{name} is a tuple of containers and tensors, ((a, b), y), in which nothing says what a batch is. Write "
             "the columns side by side, (a, b, y): the last is the label."
+        )
+
+
+def _holds_numbers(column: list[Any]) -> bool:
+    return bool(column) and all(isinstance(number, int | float) for number in column)
+
+
+def _refuse_mask(data: Any, name: str) -> None:
+    """A Subset of which a mask was given: it would take the first two samples again and again, or rows of them."""
+    if type(data) is not Subset:
+        return
+    _refuse_mask(data.dataset, name)
+    first = next(iter(data.indices), None)
+    if isinstance(first, bool) or str(getattr(first, "dtype", "")) in ("bool", "torch.bool"):
+        raise TypeError(
+            f"{name} is a Subset whose indices are a mask, {len(data.indices)} times True or False, where the numbers "
+            "of samples belong. Write Subset(dataset, mask.nonzero()[:, 0]), or of a list "
+            "[i for i, is_in in enumerate(mask) if is_in]."
         )
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from hapi.batch import is_array
 from hapi.data import samples
-from hapi.data.sources import viewed
+from hapi.data.sources import places_of, viewed
 from hapi.distributed import group
 
 _PIECE_BYTES = 1 << 20
@@ -69,8 +69,10 @@ def _differing(name: str, first: str, other: str) -> ValueError:
 def _described(data: Any) -> list[Any]:
     """A level for each Subset around the data, then the data itself."""
     if type(data) is Subset:
-        indices = torch.as_tensor(data.indices, dtype=torch.int64)
-        return [("Subset", len(indices), _checksum(indices)), *_described(data.dataset)]
+        places = places_of(data.indices)
+        # Keys that only the data set knows, where they are no numbers.
+        mark = zlib.crc32(repr([*data.indices]).encode()) if places is None else _checksum(places)
+        return [("Subset", len(data.indices), mark), *_described(data.dataset)]
     columns = _columns(data)
     # Whose sampler draws from elsewhere needs no length.
     length = len(columns[0]) if columns else len(data) if hasattr(data, "__len__") else None

@@ -115,7 +115,7 @@ class SubsetSource:
         """Called before each epoch."""
         if isinstance(self.dataset, SubsetSource):
             self.dataset.read_indices()
-        chosen = _places(self._subset.indices)
+        chosen = places_of(self._subset.indices)
         self._is_odd = chosen is None
         if chosen is not None:
             # Counted from the end, as a data set of one's own may take them.
@@ -161,7 +161,7 @@ def as_batch_source(data: Any, floats: torch.dtype | None = None) -> BatchSource
         return Columns(data.tensors)
     if type(data) is Subset:
         source = as_batch_source(data.dataset)
-        return SubsetSource(source, data) if source is not None and _places(data.indices) is not None else None
+        return SubsetSource(source, data) if source is not None and places_of(data.indices) is not None else None
     if type(data).__module__.startswith("torchvision.datasets."):
         # Only for who has such data.
         from hapi.data.torchvisions import source_of
@@ -172,7 +172,7 @@ def as_batch_source(data: Any, floats: torch.dtype | None = None) -> BatchSource
     return None
 
 
-def _places(indices: Any) -> torch.Tensor | None:
+def places_of(indices: Any) -> torch.Tensor | None:
     """A Subset's indices; None where they are no whole numbers, which only the data set itself may know to take."""
     try:
         places = torch.as_tensor(indices)

@@ -63,7 +63,10 @@ def explained(
         found = "rank 0 has ended, and with it the store in which the ranks have met"
     elif silent:
         names = ", ".join(map(str, silent))
-        found = f"rank{'s' * (len(silent) > 1)} {names} left no word: killed, slower than that, or at another call"
+        found = (
+            f"rank{'s' * (len(silent) > 1)} {names} left no word: killed, too slow, at its end or at another call, as "
+            "where this one stands under `if rank == 0`"
+        )
     else:
         found = "all of them are there, so one has made another call"
     limit = f" within HAPI_TIMEOUT={seconds:g} s" if seconds and re.search("[Tt]imed? ?out", text) else ""

@@ -190,6 +190,55 @@ def test_one_row_of_a_slice_is_looked_at_too(ranks):
     assert same(ranks(2).run(evaluate_one_row)) == 3.0
 
 
+def to_tensor(image: Image.Image) -> torch.Tensor:
+    """What ToTensor() does, in a function that nobody recognises."""
+    return torchvision.transforms.functional.to_tensor(image)
+
+
+def learn_images(own_function: bool) -> tuple[dict[str, float], list[float]]:
+    """Values and weights, where the last rank's images may be read one by one, and its labels with them."""
+    hapi.seed(0)
+    data = FashionMNIST(mode="test", sample=True, transform=last(None, to_tensor) if own_function else None)
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
+    loss, accuracy = torch.nn.CrossEntropyLoss(), hapi.metrics.Accuracy()
+    model = hapi.Model(network).prepare(torch.optim.SGD(network.parameters(), lr=0.1), loss, accuracy)
+    part = Subset(data, range(30))
+    model.fit(part, part, global_batch_size=8, verbose=0)
+    return model.evaluate(part, batch_size=7, verbose=0), network[1].weight.flatten().tolist()
+
+
+def test_ranks_that_read_alike_data_in_their_own_ways_count_alike(ranks):
+    values, weights = same(ranks(2).run(learn_images, True))
+    wanted, wanted_weights = alone(learn_images, False)
+    assert values == pytest.approx(wanted, rel=1e-6)
+    assert weights == pytest.approx(wanted_weights, rel=1e-5, abs=1e-7)
+
+
+class Named(Dataset[Any]):
+    """Samples that have names in place of numbers."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, name: str) -> Any:
+        x, y = ramp(8)
+        return x["abcdefgh".index(name)], y["abcdefgh".index(name)]
+
+
+def train_on_names(of_all: str, of_last: str) -> list[int]:
+    model = prepared()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.fit(Subset(Named(), list(last(of_all, of_last))), global_batch_size=2, verbose=0)
+    return [int(value) for value in model.network.seen]
+
+
+@pytest.mark.parametrize("of_last", ["abcdef", "fedcba"])
+def test_subsets_by_name(ranks, of_last):
+    seen = ranks(2).run(train_on_names, "abcdef", of_last)
+    assert sorted(seen[0] + seen[1]) == sorted(alone(train_on_names, "abcdef", "abcdef")) == [0, 1, 2, 3, 4, 5]
+
+
 class Shuffled(Dataset[Any]):
     """Reads its samples from where its unseeded order says, through a file that it opens at first use."""
 
