@@ -5,8 +5,9 @@
 #                       HAPI_DATA_HOME; 15 minutes). HAPI_LAUNCHERS_OPTIONAL=1: what cannot be installed is left out
 # make lint     ruff and mypy
 # make docs     the documentation, into build/docs; a warning is an error
-# make bench    all that benchmarks/RESULTS.md shows (HAPI_DATA_HOME; over an hour): bench-hand, then bench-peers
+# make bench    the figures of benchmarks/RESULTS.md (HAPI_DATA_HOME; over an hour): bench-hand, then bench-peers
 # make bench-hand   fit, evaluate, predict, several processes, the start, growth and saving, against code by hand
+# make bench-steps  where the overhead of a step lies, by steps that take turns within one process
 # make bench-peers  the same training in Lightning, Accelerate, Keras, Ignite, Poutyne and skorch, which are installed into
 #               .peers on the same torch;  make bench-peers ARGS="--laps 3 --ways fit lightning"  some of it
 # make clean    removes what these commands have made, .venv included
@@ -25,7 +26,7 @@ pip := $(python) -m pip --disable-pip-version-check install
 # each of them would compile hapi anew.
 compile := $(python) -m compileall -q hapi
 
-.PHONY: help demo test test-slow test-launchers lint docs bench bench-hand bench-peers clean install
+.PHONY: help demo test test-slow test-launchers lint docs bench bench-hand bench-steps bench-peers clean install
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -64,13 +65,15 @@ bench: bench-hand bench-peers
 
 bench-hand: install
 	$(python) benchmarks/bench_fit.py
-	$(python) benchmarks/bench_steps.py
 	$(python) benchmarks/bench_ddp.py
 	$(python) benchmarks/bench_ddp.py fit hand --ranks 4
 	$(python) benchmarks/bench_ddp.py fit hand --ranks 8
 	$(python) benchmarks/bench_startup.py
 	$(python) benchmarks/bench_growth.py
 	$(python) benchmarks/bench_saving.py --sizes 1 10 100 1000
+
+bench-steps: install
+	$(python) benchmarks/bench_steps.py $(ARGS)
 
 bench-peers: install
 	$(python) benchmarks/peers.py --install

@@ -273,7 +273,7 @@ class _Waiting:
             self._add_places(outputs, labels)
         place, place_of_labels = self._places[self._filled]
         place.copy_(outputs)
-        place_of_labels.copy_(labels.detach())
+        place_of_labels.copy_(labels.detach() if labels.requires_grad else labels)
         self._filled += 1
         return [] if self._filled < self._room else self.joined()
 
