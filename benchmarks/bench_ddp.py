@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_fit import adam, mlp
+from bench_fit import adam, mlp, steps_of
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset
@@ -101,13 +101,14 @@ def fit_on(data: Any, laps: Laps, **options: Any) -> None:
     import hapi
 
     network = mlp()
+    optimizer = adam(network)
 
     class Marks(hapi.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
-            laps.mark(loss=logs["loss"])
+            laps.mark(loss=logs["loss"], steps=steps_of(optimizer))
 
     laps.pause_within_fit()
-    model = hapi.Model(network).prepare(adam(network), nn.CrossEntropyLoss(), hapi.metrics.Accuracy())
+    model = hapi.Model(network).prepare(optimizer, nn.CrossEntropyLoss(), hapi.metrics.Accuracy())
     model.fit(data, epochs=10**6, callbacks=[Marks()], **options)
 
 
@@ -150,7 +151,7 @@ def hand_on(batches: Callable[[], Batches], laps: Laps) -> None:
         values = torch.stack([loss_sum, correct.float(), torch.tensor(float(samples))])
         torch.distributed.all_reduce(values)
         print(f"loss {values[0] / values[2]:.4f} - acc {values[1] / values[2]:.4f}")
-        laps.mark(loss=float(values[0] / values[2]))
+        laps.mark(loss=float(values[0] / values[2]), steps=steps_of(optimizer))
 
 
 WAYS: dict[str, Callable[[Laps, int], None]] = {

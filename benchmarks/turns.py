@@ -277,8 +277,10 @@ def unequal(way: Way, other: Way) -> str:
     if one.get("steps") != two.get("steps"):
         return f"{one.get('steps', 0):.0f} steps instead of {two.get('steps', 0):.0f}"
     for name, within in ALIKE.items():
-        if (name in one or name in two) and not math.isclose(one[name], two[name], **within):
-            return f"{name} {one[name]:.4f} instead of {two[name]:.4f}"
+        # What one of them does not tell is like nothing.
+        ours, theirs = one.get(name, math.nan), two.get(name, math.nan)
+        if (name in one or name in two) and not math.isclose(ours, theirs, **within):
+            return f"{name} {ours:.4f} instead of {theirs:.4f}"
     return ""
 
 

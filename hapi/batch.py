@@ -69,7 +69,8 @@ def tensor_of(array: Any, floats: torch.dtype | None = None) -> torch.Tensor:
         array: The array.
         floats: What float64 becomes, which NumPy makes unasked and few layers take; None: torch's default dtype.
     """
-    fits = array.flags.writeable and array.dtype.isnative and min((0, *array.strides)) == 0
+    odd = [stride for stride in array.strides if stride < 0 or stride % (array.itemsize or 1)]
+    fits = array.flags.writeable and array.dtype.isnative and not odd
     tensor = torch.as_tensor(array if fits else array.astype(array.dtype.newbyteorder("="), order="C"))
     return tensor.to(floats or torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
 
@@ -138,7 +139,7 @@ def move(batch: Any, device: torch.device, floats: torch.dtype | None = None) ->
         floats: As for `tensor_of`.
     """
     if device.type == "cpu":
-        return map_tensors(_identity, batch, floats) if _holds_arrays(batch) else batch
+        return map_tensors(lambda tensor: tensor, batch, floats) if _holds_arrays(batch) else batch
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()), batch, floats)
 
 
@@ -394,7 +395,3 @@ def _holds_arrays(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(_holds_arrays, value.values()))
     return is_array(value) or is_record(value)
-
-
-def _identity(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

@@ -361,3 +361,12 @@ def _labels_within(labels: torch.Tensor, outputs: torch.Tensor, ignored: int | N
     counted = labels[is_counted(labels, ignored)] if ignored is not None else labels
     if counted.numel():
         label_range(int(counted.min()), int(counted.max()), outputs.shape[1 if outputs.dim() > 1 else 0])
+
+
+def nothing_to_compute() -> ValueError:
+    """The error of an evaluation of a model without a loss and metrics."""
+    return ValueError(
+        "The evaluation had nothing to compute: the model was prepared with neither a loss nor metrics, and its "
+        "outputs hold no loss. Write model.prepare(loss=nn.CrossEntropyLoss(), metrics=hapi.metrics.Accuracy()), "
+        "override eval_step as train_step, or use predict."
+    )

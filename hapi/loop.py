@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from hapi import modes, rng
+from hapi import checks, modes, rng
 from hapi.agreement import Agreement
 from hapi.batch import Inputs
 from hapi.callbacks.base import CallbackList
@@ -49,10 +49,17 @@ class Run:
     seed: int
     label_span: tuple[int, int] | None = None
     """Between which numbers all labels lie, where that is known beforehand."""
+    look_again: Callable[[], tuple[int, int] | None] | None = None
+    """Finds `label_span` anew, for a fit between whose epochs callbacks may change labels; else None."""
 
     def tally(self) -> Tally:
         """Running values that start anew."""
         return Tally(self.metrics, self.stepper.device, self.label_span)
+
+    def expect_labels(self, tally: Tally) -> None:
+        """Called before a pass, when its callbacks have had their turn."""
+        if self.look_again is not None:
+            tally.expect_labels(self.look_again())
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,7 @@ def fit(run: Run, plan: FitPlan, agreement: Agreement) -> None:
         _set_streams(run, rng.EPOCH, epoch)
         tally = _begin_epoch(run, plan, within)
         callbacks.call("on_epoch_begin", epoch)
+        run.expect_labels(tally)
         if plan.resumed is not None and within is not None:
             callbacks.load_state_dict(plan.resumed.callbacks)
         logs = _train_epoch(run, plan, agreement, epoch, tally, BEGINNING if within is None else within.start)
@@ -284,6 +292,7 @@ def evaluate(run: Run, feed: Feed, num_iters: int | None = None, check_in: _Chec
     step = -1
     stepper.sync(parameters=False)
     callbacks.call("on_eval_begin", logs={"steps": feed.steps})
+    run.expect_labels(tally)
     with modes.evaluating(stepper.replica):
         set_streams, chosen = _keyed(run, feed, "eval"), modes.by_piece(stepper.network, feed)
         begins = callbacks.batch_hooks["on_eval_batch_begin"]
@@ -313,17 +322,9 @@ def evaluate(run: Run, feed: Feed, num_iters: int | None = None, check_in: _Chec
     values = tally.reduced()
     if not values:
         _refuse_empty("eval_data", step)
-        raise _nothing_to_compute()
+        raise checks.nothing_to_compute()
     callbacks.call("on_eval_end", logs=values)
     return values
-
-
-def _nothing_to_compute() -> ValueError:
-    return ValueError(
-        "The evaluation had nothing to compute: the model was prepared with neither a loss nor metrics, and its "
-        "outputs hold no loss. Write model.prepare(loss=nn.CrossEntropyLoss(), metrics=hapi.metrics.Accuracy()), "
-        "override eval_step as train_step, or use predict."
-    )
 
 
 def predict(run: Run, feed: Feed, stack_outputs: bool) -> Any:
@@ -334,6 +335,7 @@ def predict(run: Run, feed: Feed, stack_outputs: bool) -> Any:
     stepper, callbacks = run.stepper, run.callbacks
     stepper.sync(parameters=False)
     parts: list[predictions.Positioned] = []
+    kept = predictions.Kept()
     step = -1
     callbacks.call("on_predict_begin", logs={"steps": feed.steps})
     with modes.evaluating(stepper.network):
@@ -348,7 +350,7 @@ def predict(run: Run, feed: Feed, stack_outputs: bool) -> Any:
                     set_streams(piece)
                 inputs, _ = run.split(feed.place(piece.batch), False)
                 compute = stepper.predict if chosen is None else chosen(piece, stepper.predict)
-                parts.append((piece.position, piece.size, predictions.on_cpu(compute(inputs))))
+                parts.append((piece.position, piece.size, kept(compute(inputs))))
                 del inputs
             del piece
             if callbacks.wants_batch_logs("predict", step):

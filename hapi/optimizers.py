@@ -99,8 +99,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
         added = f" {more} groups more were saved: add those that training adds before it goes on." if more > 0 else ""
         raise ValueError(
             f"The saved optimizer state does not fit this {type(optimizer).__name__} ({error}).{added} "
-            "Make the optimizer as it was when saved, or load the weights alone, model.load(path, "
-            "reset_optimizer=True), and let fit go on without resume."
+            "Make the optimizer as it was when saved. Or load the weights alone and fit without resume: "
+            "model.load(path, reset_optimizer=True)."
         ) from error
     for group, was in zip(optimizer.param_groups, before["param_groups"], strict=True):
         # What a scheduler has put there that the saved run did not have, and counts on.

@@ -20,10 +20,43 @@ Named = dict[tuple[Any, ...], torch.Tensor]
 """The tensors of a batch's outputs, by their place in them."""
 
 
-def on_cpu(outputs: Any) -> Any:
-    """A batch's outputs, to be kept."""
-    # The usual case first: this runs once a step.
-    return outputs if isinstance(outputs, torch.Tensor) and outputs.is_cpu else map_tensors(torch.Tensor.cpu, outputs)
+_SMALL = 1 << 16
+"""So many numbers at most are copied with others of their kind into one memory, which holds sixteen times as many."""
+
+
+class Kept:
+    """Keeps the outputs of a pass, on the CPU.
+
+    Small ones are copied into memory that is made for several at once: if each stayed where it was computed, between
+    the large tensors of its step, the C library could not use what they leave for those of the next one.
+    """
+
+    def __init__(self) -> None:
+        self._form: Any = None
+        self._made = 0
+        self._places: Iterator[torch.Tensor] = iter(())
+
+    def __call__(self, outputs: Any) -> Any:
+        """A batch's outputs, to be kept in place of these."""
+        if type(outputs) is not torch.Tensor or not outputs.is_cpu:
+            return map_tensors(torch.Tensor.cpu, outputs)
+        form = outputs.shape, outputs.dtype, outputs.layout
+        if form != self._form:
+            self._form, self._made, self._places = form, 0, iter(())
+            return outputs
+        plain = outputs.layout is torch.strided and not (outputs.is_nested or outputs.is_quantized)
+        if not plain or not 0 < outputs.numel() <= _SMALL:
+            return outputs
+        place = next(self._places, None)
+        if place is None:
+            place = self._more(outputs)
+        return place.copy_(outputs.detach() if outputs.requires_grad else outputs)
+
+    def _more(self, outputs: torch.Tensor) -> torch.Tensor:
+        # Twice as many each time, so that few pieces lie between steps, and little is made in vain.
+        self._made = min(max(1, 2 * self._made), 16 * _SMALL // outputs.numel())
+        self._places = iter(outputs.new_empty((self._made, *outputs.shape)).unbind())
+        return next(self._places)
 
 
 def in_batches(parts: list[Positioned], ordered: bool) -> list[Any]:

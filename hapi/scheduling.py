@@ -91,8 +91,8 @@ class Schedule:
             self.scheduler.load_state_dict(before)
             raise ValueError(
                 f"The saved scheduler state does not fit this {type(self.scheduler).__name__} ({error!r}). "
-                "Prepare the scheduler that was saved, or load the weights alone, model.load(path, "
-                "reset_optimizer=True), and let fit go on without resume."
+                "Make the scheduler as it was when saved. Or load the weights alone and fit without resume: "
+                "model.load(path, reset_optimizer=True)."
             ) from error
         self._is_restored = True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,9 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
     report.announce(stepper, train, options)
     engine.seed, engine.cursor = seed, cursor
     with _training(model, run, plan) as stopping:
-        run = replace(run, label_span=engine.look_at_labels([train, evaluation]))
+        feeds = [train, evaluation]
+        again = partial(engine.look_again, feeds) if run.callbacks.act_between_epochs else None
+        run = replace(run, label_span=engine.look_at_labels(feeds), look_again=again)
         loop.fit(run, plan, Agreement(model, options.nan_policy, stopping, run.callbacks.wants_save))
     engine.end_fit()
     # Files that rank 0 wrote are there for every rank once fit has returned.

@@ -45,6 +45,7 @@ def test_other_work_than_the_loops_is_told(turns: ModuleType, capsys: pytest.Cap
     assert turns.unequal(way(3750, 0.130), hand) == "loss 0.1300 instead of 0.1000"
     one, other = (turns.Way("it", [], laps=[{"sum": value}]) for value in (100.0, 101.0))
     assert turns.unequal(one, one) == "" and turns.unequal(one, other) == "sum 100.0000 instead of 101.0000"
+    assert turns.unequal(turns.Way("silent", [], laps=[{}]), one) == "sum nan instead of 100.0000"
     assert not turns.tell_unequal([hand, hand], hand)
     assert turns.tell_unequal([hand, way(1, 0.1)], hand)
     assert capsys.readouterr().out == "\nNot the same work: it, 1 steps instead of 3750.\n"

@@ -17,6 +17,7 @@ import hapi.heap
 from hapi.data.order import _MOST_IN_MEMORY, GlobalOrder
 from hapi.data.permutation import LazyPermutation
 from hapi.heap import Heap
+from hapi.predictions import Kept
 
 MANY = 10**8
 
@@ -258,3 +259,17 @@ def test_no_tensor_of_a_step_lives_on_in_later_ones():
     data = torch.ones(1, 8192).expand(340 * 32, 8192), torch.zeros(340 * 32, dtype=torch.int64)
     model.fit(data, batch_size=32, verbose=0)
     assert alive[300] == alive[330] > 0
+
+
+def test_small_outputs_of_a_prediction_lie_together():
+    kept, batches = Kept(), [torch.rand(4, 3) for _ in range(100)]
+    held = [kept(batch) for batch in batches]
+    assert all(map(torch.equal, held, batches))
+    assert len({each.untyped_storage().data_ptr() for each in held}) < 10
+    large = [torch.rand(300, 300) for _ in range(3)]
+    assert [kept(batch).data_ptr() for batch in large] == [batch.data_ptr() for batch in large], "these are not copied"
+    others = torch.rand(2, 3), torch.arange(6).reshape(2, 3), torch.ones(2, 3, requires_grad=True), torch.rand(0, 3)
+    for batch in (*others, *(other for other in others for _ in range(3)), torch.tensor(1.0), torch.tensor(2.0)):
+        assert torch.equal(kept(batch), batch)
+    pair = kept((others[0], {"a": others[1]}))
+    assert pair[0] is others[0] and pair[1]["a"] is others[1]

@@ -16,7 +16,7 @@ from hapi.distributed import get_rank
 from hapi.signals import in_notebook
 
 # Seconds between two refreshes of a bar, each of which waits for the device, and between two plain lines within a pass.
-_BAR_SECONDS, _LINE_SECONDS = 0.1, 5.0
+_BAR_SECONDS, _LINE_SECONDS = 0.25, 5.0
 # Columns that a bar takes at most, and at least where its values leave it less.
 _WIDEST, _NARROWEST = 12, 3
 # How many of them a pass of known length has: with its evaluation and its own line, an epoch has less than 20.

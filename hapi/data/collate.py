@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from hapi.batch import is_record, leaves, move, rebuilt_mapping, rebuilt_record
-
-_INSTEAD = "Let its __getitem__ leave it out or give a tensor or number instead"
+from hapi.batch import is_array, is_record, leaves, move, rebuilt_mapping, rebuilt_record
 
 
 class Collate:
@@ -93,11 +91,9 @@ def _cause(samples: Sequence[Any]) -> Exception | None:
     for number, sample in enumerate(samples):
         place, found = _strange(sample, "")
         if place is not None:
-            is_image = type(found).__module__.startswith("PIL.")
-            instead = "Make it a tensor: transform=torchvision.transforms.ToTensor()" if is_image else _INSTEAD
             return TypeError(
                 f"The data set gave a sample with {found!r:.60}, of type {type(found).__name__}{place}, which cannot "
-                f"be stacked into a batch. {instead}, or pass a DataLoader with a collate_fn that knows it."
+                f"be stacked into a batch. {_instead(found)}. Or pass a DataLoader with a collate_fn that knows it."
             )
         shapes = [_shapes(samples[0]), _shapes(sample)]
         if shapes[0] != shapes[1]:
@@ -109,6 +105,14 @@ def _cause(samples: Sequence[Any]) -> Exception | None:
     return None
 
 
+def _instead(found: Any) -> str:
+    if type(found).__module__.startswith("PIL."):
+        return "Make it a tensor, transform=torchvision.transforms.ToTensor()"
+    if is_array(found) and not found.dtype.isnative:
+        return f'Write x.astype("{found.dtype.name}"), whose bytes are in the order of this machine'
+    return "Let its __getitem__ leave it out or give a tensor or number instead"
+
+
 def _strange(sample: Any, place: str) -> tuple[str | None, Any]:
     """Where in a sample something stands that is no tensor, array, number, text, or container of them."""
     if isinstance(sample, Mapping):
@@ -118,7 +122,7 @@ def _strange(sample: Any, place: str) -> tuple[str | None, Any]:
     else:
         known = isinstance(sample, torch.Tensor | int | float | complex | str | bytes)
         numeric = type(sample).__module__ == "numpy" and getattr(sample, "dtype", None) is not None
-        if known or (numeric and sample.dtype.kind not in "OUSV" and sample.dtype.isnative):
+        if known or (numeric and sample.dtype.kind not in "OUSVMm" and sample.dtype.isnative):
             return None, None
         return place, sample
     for where, part in parts:

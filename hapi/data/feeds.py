@@ -296,7 +296,7 @@ class LocalFeed(Feed):
 
     def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:
         """See `Feed.pieces`."""
-        self._own.until = 0 if self.stateful is not None else self.until
+        self._own.until, self._own.floats = 0 if self.stateful is not None else self.until, self.floats
         own = start._replace(taken=start.step * (self._own.stride or 0))
         local = ((piece.batch, piece.size, piece.position) for piece in self._own.pieces(epoch, own))
         return in_step(local, self._lockstep, ahead=self.stateful is None)

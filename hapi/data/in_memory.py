@@ -143,6 +143,8 @@ class SourceFeed(Feed):
 
     def labels(self) -> torch.Tensor | None:
         """See `Feed.labels`."""
+        if isinstance(self._source, SubsetSource):
+            self._source.read_indices()
         return labels_of(self._source)
 
     def place(self, batch: Any) -> Any:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import islice
+from numbers import Real
 from typing import Any, cast
 
 import torch
@@ -174,20 +175,29 @@ def _refuse_mistaken(data: Any, name: str) -> None:
 
 
 def _holds_numbers(column: list[Any]) -> bool:
-    return bool(column) and all(isinstance(number, int | float) for number in column)
+    # NumPy's numbers too.
+    return bool(column) and all(isinstance(number, Real) for number in column)
 
 
 def _refuse_mask(data: Any, name: str) -> None:
-    """A Subset of which a mask was given: it would take the first two samples again and again, or rows of them."""
+    """A Subset of which a mask was given, or more dimensions than one: it would take rows again and again, or nests."""
     if type(data) is not Subset:
         return
     _refuse_mask(data.dataset, name)
-    first = next(iter(data.indices), None)
+    indices: Any = data.indices
+    # Not by iter(), which makes a tensor of each index.
+    first = indices[0] if len(indices) else None
     if isinstance(first, bool) or str(getattr(first, "dtype", "")) in ("bool", "torch.bool"):
         raise TypeError(
-            f"{name} is a Subset whose indices are a mask, {len(data.indices)} times True or False, where the numbers "
-            "of samples belong. Write Subset(dataset, mask.nonzero()[:, 0]), or of a list "
+            f"{name} is a Subset whose indices are a mask, {len(indices)} times True or False, where the numbers of "
+            "samples belong. Write Subset(dataset, mask.nonzero()[:, 0]), or of a list "
             "[i for i, is_in in enumerate(mask) if is_in]."
+        )
+    if getattr(indices, "ndim", 1) > 1 or (type(indices) is tuple and getattr(first, "ndim", 0)):
+        shape = tuple(getattr(indices, "shape", (len(indices), *getattr(first, "shape", ()))))
+        raise TypeError(
+            f"{name} is a Subset whose indices have the shape {shape}, where one number a sample belongs. Write "
+            "Subset(dataset, numpy.where(mask)[0]), or of a tensor mask.nonzero()[:, 0]."
         )
 
 

@@ -223,7 +223,7 @@ def viewed(array: Any, floats: torch.dtype | None) -> torch.Tensor:
 
     Nobody may write to the tensor.
     """
-    if array.flags.writeable or not array.ndim or min(array.strides) < 0:
+    if array.flags.writeable or not (array.ndim and array.dtype.isnative) or min(array.strides) < 0:
         return tensor_of(array, floats)
     with warnings.catch_warnings():
         # torch's, that it must not be written to.

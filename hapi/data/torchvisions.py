@@ -82,7 +82,8 @@ class TorchvisionSource:
 
     @property
     def targets(self) -> Tensor | None:
-        """The labels, (N,) int64."""
+        """The labels, (N,) int64, as they are now."""
+        self._look()
         return None if self._contents is None else self._contents.labels
 
     def fetch_batch(self, indices: Tensor | range) -> Any:
@@ -207,7 +208,7 @@ def _labels(targets: Any, dtypes: tuple[torch.dtype, ...]) -> Tensor | None:
             return torch.tensor(targets, dtype=torch.int64) if {*map(type, targets)} == {int} else None
         found = viewed(targets, None) if _is_exact_array(targets) else targets
     except (TypeError, ValueError, RuntimeError):
-        # Numbers too large, bytes in another order: whatever torch does not take.
+        # Numbers too large: whatever torch does not take.
         return None
     if type(found) is not Tensor or found.layout is not torch.strided or found.device.type != "cpu":
         return None

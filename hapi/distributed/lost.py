@@ -65,7 +65,7 @@ def explained(
         names = ", ".join(map(str, silent))
         found = (
             f"rank{'s' * (len(silent) > 1)} {names} left no word: killed, too slow, at its end or at another call, as "
-            "where this one stands under `if rank == 0`"
+            "where this call stands under `if rank == 0`"
         )
     else:
         found = "all of them are there, so one has made another call"

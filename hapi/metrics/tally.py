@@ -38,10 +38,14 @@ class Tally:
         self._joining = [metric for metric in self._metrics if metric.joins_batches]
         self._others = [metric for metric in self._metrics if not metric.joins_batches]
         self._waiting = _Waiting()
-        for metric in self._metrics:
-            metric.label_span = label_span
+        self.expect_labels(label_span)
         self._losses = _LossSum(device)
         self._updates = 0
+
+    def expect_labels(self, label_span: tuple[int, int] | None) -> None:
+        """Say anew between which numbers the labels to come lie."""
+        for metric in self._metrics:
+            metric.label_span = label_span
 
     def update(self, loss: Tensor | None, weight: int | float | Tensor, outputs: Any, labels: Any) -> None:
         """Take in one batch. No value is read.

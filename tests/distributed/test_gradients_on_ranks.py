@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -11,9 +12,9 @@ import pytest
 import torch
 from closed_form import Line, mean_output, ones, prepared, ramp
 from ranks import alone, same
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import hapi
 from hapi.distributed import group
@@ -449,3 +450,69 @@ def _broken_off(*_: Any) -> None:
 def test_what_a_broken_off_window_weighed_is_counted_once(ranks):
     wanted = same(ranks(2).run(interrupted, False))
     assert same(ranks(2).run(interrupted, True)) == pytest.approx(wanted, abs=1e-7)
+
+
+def labels_of_two_epochs() -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, the labels of the first epoch, and those of the second, some of which are left out then."""
+    x, y = torch.rand(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
+    later = y.clone()
+    later[[0, 1, 2, 5, 9]] = -100
+    return x, y, later
+
+
+class LeavesOut(hapi.callbacks.Callback):
+    """Calls a function when the second epoch begins."""
+
+    def __init__(self, change: Callable[[], Any]) -> None:
+        self.change = change
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            self.change()
+
+
+def fit_labels_that_change(kind: str) -> tuple[list[float], list[float], list[float]]:
+    """Weights, and the losses and accuracies of both epochs."""
+    x, y, later = labels_of_two_epochs()
+    subset = Subset(TensorDataset(torch.cat([x, x]), torch.cat([y, later])), range(12))
+    data, change = {
+        "written to": ((x, y), lambda: y.copy_(later)),
+        "other indices": (subset, lambda: setattr(subset, "indices", range(12, 24))),
+    }[kind]
+    torch.manual_seed(0)
+    network = nn.Linear(4, 3)
+    sgd = torch.optim.SGD(network.parameters(), lr=0.5)
+    model = hapi.Model(network).prepare(sgd, nn.CrossEntropyLoss(), hapi.metrics.Accuracy())
+    options = {"global_batch_size": 4, "accumulate_grad_batches": 2, "shuffle": False, "verbose": 0}
+    logs = model.fit(data, epochs=2, callbacks=LeavesOut(change), **options).history
+    return network.weight.flatten().tolist(), logs["loss"], logs["acc"]
+
+
+def train_by_hand_on_labels_that_change() -> tuple[list[float], list[float], list[float]]:
+    """The same with whole windows as batches."""
+    x, *epochs = labels_of_two_epochs()
+    torch.manual_seed(0)
+    network = nn.Linear(4, 3)
+    sgd = torch.optim.SGD(network.parameters(), lr=0.5)
+    losses, accuracies = [], []
+    for labels in epochs:
+        loss_sum = correct = 0.0
+        for window in torch.arange(12).split(8):
+            outputs = network(x[window])
+            loss = nn.functional.cross_entropy(outputs, labels[window])
+            loss_sum += loss.item() * int((labels[window] >= 0).sum())
+            correct += int((outputs.argmax(1) == labels[window]).sum())
+            sgd.zero_grad()
+            loss.backward()
+            sgd.step()
+        losses.append(loss_sum / int((labels >= 0).sum()))
+        accuracies.append(correct / int((labels >= 0).sum()))
+    return network.weight.flatten().tolist(), losses, accuracies
+
+
+@pytest.mark.parametrize("kind", ["written to", "other indices"])
+def test_labels_that_a_callback_leaves_out_from_the_second_epoch_on_count_no_more(ranks, kind):
+    wanted = train_by_hand_on_labels_that_change()
+    for values in (alone(fit_labels_that_change, kind), same(ranks(2).run(fit_labels_that_change, kind))):
+        for ours, theirs in zip(values, wanted, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7)
