@@ -296,8 +296,8 @@ def run_case(name: str, options: argparse.Namespace) -> bool:
         if not options.ways or way in options.ways
     ]
     with tempfile.TemporaryDirectory() as folder:
-        # Those without training are a tenth as long. Two processes of the same convolutions differ by 5 %, more than two
-        # laps of one.
+        # Those without training are a tenth as long. Two processes of the same convolutions differ by 5 %, more than
+        # two laps of one.
         laps, rounds = (9, 5) if name.startswith(("evaluate", "predict")) else (1, 12) if "cifar" in name else (3, 5)
         compare(ways, options.laps or laps, Path(folder, "log"), options.rounds or rounds)
     first, *others = (way.name for way in ways)
@@ -310,7 +310,9 @@ def run_case(name: str, options: argparse.Namespace) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Model.fit, evaluate and predict against loops written by hand.")
     parser.add_argument("cases", nargs="*", default=list(CASES), help=f"of {', '.join(CASES)}")
-    parser.add_argument("--laps", type=int, help="how many epochs of each process are timed: 3, of short ones 9, of CIFAR-10 1")
+    parser.add_argument(
+        "--laps", type=int, help="epochs of each process that are timed: 3, of short ones 9, of CIFAR-10 1"
+    )
     parser.add_argument("--rounds", type=int, help="how many processes of each way: 5, of CIFAR-10 12")
     parser.add_argument("--ways", nargs="+", default=[], help="only these")
     parser.add_argument("--denormals", action="store_true", help="keep denormal numbers")
