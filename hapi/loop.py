@@ -105,9 +105,7 @@ def fit(run: Run, plan: FitPlan, agreement: Agreement) -> None:
         if within is None and (plan.is_spent or plan.cursor.stopped):
             break
         _set_streams(run, rng.EPOCH, epoch)
-        tally = _begin_epoch(run, plan, within)
-        callbacks.call("on_epoch_begin", epoch)
-        run.expect_labels(tally)
+        tally = _begin_epoch(run, plan, epoch, within)
         if plan.resumed is not None and within is not None:
             callbacks.load_state_dict(plan.resumed.callbacks)
         logs = _train_epoch(run, plan, agreement, epoch, tally, BEGINNING if within is None else within.start)
@@ -159,13 +157,15 @@ def _set_streams(run: Run, purpose: int, epoch: int) -> None:
     rng.set_streams(rng.mix(run.seed, purpose, epoch, group.get_rank()), run.stepper.device)
 
 
-def _begin_epoch(run: Run, plan: FitPlan, within: Within | None) -> Tally:
+def _begin_epoch(run: Run, plan: FitPlan, epoch: int, within: Within | None) -> Tally:
     """The running values of an epoch that starts, or is gone on with; a save knows of it from here on."""
     tally = run.tally()
     if within is not None:
         tally.go_on_from(within.values)
         run.stepper.begin_at(within.learning_rate)
     plan.cursor.begin_epoch(BEGINNING if within is None else within.start, tally)
+    run.callbacks.call("on_epoch_begin", epoch)
+    run.expect_labels(tally)
     return tally
 
 

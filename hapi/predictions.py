@@ -74,7 +74,7 @@ def _on_its_own(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, without the rest of what it is a view of: of a part of the input, several batches' inputs."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor
-    return tensor.clone() if tensor.untyped_storage().nbytes() > 2 * tensor.nbytes else tensor
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def stacked(parts: list[Positioned], ordered: bool) -> Any:

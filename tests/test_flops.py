@@ -169,6 +169,7 @@ def test_an_input_beyond_the_memory(size: tuple[int, ...]) -> None:
         assert caught.value.__cause__ is not None
 
 
+@pytest.mark.slow
 def test_a_layer_beyond_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
     network = nn.Sequential(nn.Flatten(0, 1), nn.Linear(1, 2))
     network[1].weight = nn.Parameter(torch.zeros(1, 1).expand(10**9, 1))

@@ -92,6 +92,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Processes:
         return Processes(folder, done.stdout.splitlines(), server.hits)
 
 
+@pytest.mark.slow
 def test_of_four_processes_at_once_one_downloads(processes: Processes) -> None:
     assert [line for line in processes.reports if line.startswith("crowd")] == ["crowd: 12"] * 4
     assert {path: n for path, n in processes.hits.items() if "slow" in path} == {
@@ -100,6 +101,7 @@ def test_of_four_processes_at_once_one_downloads(processes: Processes) -> None:
     assert_whole(processes.folder / "crowd")
 
 
+@pytest.mark.slow
 def test_a_killed_download_is_taken_over_at_once(processes: Processes) -> None:
     *_, report, time_taken = processes.reports
     assert report == "killed: 12"

@@ -112,7 +112,7 @@ RUNNING_A_HELPER = """
     [
         ("ends", 0, ""),
         ("is killed", 137, "rank 0 on .* was ended by SIGKILL"),
-        ("says it in its own way", 1, "rank 0 on .* raised ZeroDivisionError"),
+        pytest.param("says it in its own way", 1, "rank 0 on .* raised ZeroDivisionError", marks=pytest.mark.slow),
         ("the other raises", 1, "rank 1 on .* raised KeyError"),
     ],
 )
