@@ -40,12 +40,12 @@ class Kept:
         """A batch's outputs, to be kept in place of these."""
         if type(outputs) is not torch.Tensor or not outputs.is_cpu:
             return map_tensors(torch.Tensor.cpu, outputs)
-        form = outputs.shape, outputs.dtype, outputs.layout
-        if form != self._form:
-            self._form, self._made, self._places = form, 0, iter(())
-            return outputs
         plain = outputs.layout is torch.strided and not (outputs.is_nested or outputs.is_quantized)
         if not plain or not 0 < outputs.numel() <= _SMALL:
+            return outputs
+        form = outputs.shape, outputs.dtype
+        if form != self._form:
+            self._form, self._made, self._places = form, 0, iter(())
             return outputs
         place = next(self._places, None)
         if place is None:

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -271,5 +272,11 @@ def test_small_outputs_of_a_prediction_lie_together():
     others = torch.rand(2, 3), torch.arange(6).reshape(2, 3), torch.ones(2, 3, requires_grad=True), torch.rand(0, 3)
     for batch in (*others, *(other for other in others for _ in range(3)), torch.tensor(1.0), torch.tensor(2.0)):
         assert torch.equal(kept(batch), batch)
+    with warnings.catch_warnings():
+        # It calls itself a prototype.
+        warnings.simplefilter("ignore")
+        nested = torch.nested.nested_tensor([torch.ones(2)])
+    sparse = torch.eye(2).to_sparse()
+    assert [kept(odd) is odd for odd in (nested, nested, sparse, sparse)] == [True] * 4
     pair = kept((others[0], {"a": others[1]}))
     assert pair[0] is others[0] and pair[1]["a"] is others[1]
