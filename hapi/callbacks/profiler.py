@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -175,18 +175,18 @@ class _Mark:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._open: list[AbstractContextManager[Any]] = []
+        self._open: list[ExitStack] = []
 
     def enter(self, module: nn.Module, _: Any) -> None:
         from torch import profiler
 
-        mark = profiler.record_function(_LAYER + self._name)
-        mark.__enter__()  # type: ignore[no-untyped-call]
+        mark = ExitStack()
+        mark.enter_context(profiler.record_function(_LAYER + self._name))
         self._open.append(mark)
 
     def leave(self, module: nn.Module, _: Any, outputs: Any) -> None:
         if self._open:
-            self._open.pop().__exit__(None, None, None)
+            self._open.pop().close()
 
 
 def _layer_table(averages: Any) -> str:

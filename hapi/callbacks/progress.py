@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -54,9 +55,8 @@ class ProgBarLogger(Callback):
                 "(lines)."
             )
         self.log_freq, self.verbose = log_freq, verbose
-        self._shows = False
         self._pass: _Pass | None = None
-        self._training, self._title, self._epoch_began = False, "", 0.0
+        self._shows, self._training, self._title, self._epoch_began = False, False, "", 0.0
         self._speed: str | None = None
         # Steps trained when the fit began, and when its epoch did: a run that is resumed goes on within both.
         self._fit_start = self._epoch_start = 0
@@ -238,7 +238,7 @@ class _Extent(NamedTuple):
         return f"{rate:.0f} samples/s" if rate >= 100 else f"{rate:.3g} samples/s"
 
 
-class _Pass:
+class _Pass(ABC):
     """One pass over data as it is shown; `done` are its steps that are known to be done, at the time `at`."""
 
     def __init__(self, title: str, extent: _Extent) -> None:
@@ -261,16 +261,17 @@ class _Pass:
             self.done, self.at = self.last  # how many samples the last step had is not known
         return self.speed()
 
+    @abstractmethod
     def is_due(self) -> bool:
         """Whether it is to be shown now; what it would show need not be gathered before."""
-        raise NotImplementedError
 
+    @abstractmethod
     def show(self, logs: Logs) -> None:
         """Show how far it is."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Take away what does not stay."""
+        return None
 
     def speed(self) -> str | None:
         """That of the pass so far."""
@@ -291,8 +292,7 @@ class _Lines(_Pass):
         if steps is None and self._seconds:
             # Of unknown length: ever rarer, so that a long pass writes few lines too.
             self._every *= _RARER
-        of = f"/{steps}" if steps is not None else ""
-        told = [f"{self.title} step {self.done}{of}", *_parts(logs)]
+        told = [f"{self.title} step {self.done}" + (f"/{steps}" if steps is not None else ""), *_parts(logs)]
         if (speed := self.speed()) is not None:
             told.append(speed)
             if steps is not None:

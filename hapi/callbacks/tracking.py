@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hapi.callbacks.terminal import say
 from hapi.distributed import get_rank
 
 
-class Curves(Callback):
+class Curves(Callback, ABC):
     """Writes values on rank 0, over the steps trained: ``epoch/...`` and ``batch/...``, the learning rate among them.
 
     A subclass overrides `_write`.
@@ -58,8 +59,9 @@ class Curves(Callback):
         """Go on from there."""
         self._steps_before = state["steps_before"]
 
+    @abstractmethod
     def _write(self, group: str, values: Mapping[str, Any], step: int) -> None:
-        raise NotImplementedError
+        """Write values, of a "batch" or an "epoch", as those of a step."""
 
 
 class Tracker(Curves):
@@ -125,16 +127,17 @@ class Tracker(Curves):
         else:
             self._lost = False
 
+    @abstractmethod
     def _start(self, known: str | None) -> tuple[Any, str]:
         """Start a run, or go on with one whose id is known; what it is, and its id."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _log(self, values: Mapping[str, float], step: int) -> None:
-        raise NotImplementedError
+        """Send the values of a step."""
 
+    @abstractmethod
     def _end(self, run: Any, how: str) -> None:
         """The end of a run: "finished", "stopped" or "failed"."""
-        raise NotImplementedError
 
 
 def require(owner: str, package: str) -> None:
