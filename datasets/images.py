@@ -117,7 +117,7 @@ class ImageDataset(Dataset[tuple[Any, int]]):
         if self._pipeline is None:
             return batch
         images, targets = batch
-        return self._pipeline(images), targets
+        return self._pipeline.transform(images), targets
 
     def set_epoch(self, epoch: int) -> None:
         """Called before each epoch: a transform that was changed in place is looked at anew."""

@@ -7,6 +7,7 @@ sample, from the global torch CPU generator on every device, in one call per bat
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -43,7 +44,7 @@ class Scale(Step):
         scaled = images.to(self.dtype or torch.get_default_dtype())
         if not self.divide:
             return scaled.mul_(1.0 / 255)
-        if scaled.device.type == "cpu":
+        if scaled.is_cpu:
             return scaled.div_(255)
         # Devices turn a division by a number of the host into a multiplication by its reciprocal: other bits.
         return scaled.div_(_constant((255.0,), scaled.dtype, scaled.device))
@@ -140,13 +141,15 @@ class Pipeline:
 
     Attributes:
         steps: The steps.
+        transform: Transforms a batch, (B, C, H, W) uint8, on the device where it lies. The argument is not changed.
     """
 
     def __init__(self, steps: tuple[Step, ...]) -> None:
         self.steps = steps
+        # Called for each batch, of which a call of Python's more can be seen.
+        self.transform: Callable[[Tensor], Tensor] = steps[0] if len(steps) == 1 else self._one_after_the_other
 
-    def __call__(self, images: Tensor) -> Tensor:
-        """Transform a batch, (B, C, H, W) uint8, on the device where it lies. The argument is not changed."""
+    def _one_after_the_other(self, images: Tensor) -> Tensor:
         for step in self.steps:
             images = step(images)
         return images

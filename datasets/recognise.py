@@ -204,7 +204,7 @@ def _agrees(parts: list[_Part], steps: tuple[Step, ...], channels: int) -> bool:
     for part in parts:
         if part.kind not in ("RandomCrop", "RandomHorizontalFlip"):
             sample = part.transform(sample)
-    ours = Pipeline(tuple(step for step in steps if not step.random))(ramp[None])[0]
+    ours = Pipeline(tuple(step for step in steps if not step.random)).transform(ramp[None])[0]
     if not isinstance(sample, Tensor):
         return False
     theirs = sample.as_subclass(Tensor)

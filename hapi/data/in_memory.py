@@ -86,7 +86,7 @@ class SourceFeed(Feed):
         shares = self._order.numbered(epoch, start.step, start.taken)
         while bundle := list(islice(shares, self._read_together)):
             if len(bundle) > 1:
-                yield from self._several(bundle)
+                yield from self._each(bundle) if self._finished_together == 1 else self._several(bundle)
                 continue
             ((number, share),) = bundle
             rows = self._fetch(share.indices)
@@ -108,18 +108,21 @@ class SourceFeed(Feed):
             copied = (tensor for tensor in copied if _memory_of(tensor) not in of_data)
         self._read_together = max(self._finished_together, _how_many(copied))
 
+    def _each(self, bundle: list[tuple[int, Share]]) -> Iterator[Piece]:
+        """The pieces of several batches, whose rows are read at once, and which are finished one by one."""
+        finish = self._finish
+        parts = _cut(self._fetch(joined([share.indices for _, share in bundle])), _sizes(bundle))
+        for (number, (indices, total)), own in zip(bundle, parts, strict=True):
+            size = len(indices)
+            # Not kept here, as above.
+            yield Piece(finish(own) if size else None, size, total, number)
+
     def _several(self, bundle: list[tuple[int, Share]]) -> Iterator[Piece]:
-        """The pieces of several batches, for all of which rows are read at once."""
+        """The pieces of several batches, whose rows are read at once, and of which some are finished at once."""
         together = self._finished_together
         groups = [bundle[first : first + together] for first in range(0, len(bundle), together)]
         rows = self._fetch(joined([share.indices for _, share in bundle]))
         for group, own in zip(groups, _cut(rows, [sum(_sizes(group)) for group in groups]), strict=True):
-            if together == 1:
-                ((number, share),) = group
-                # Not kept here, as above.
-                size = len(share.indices)
-                yield Piece(self._finish(own) if size else None, size, share.total, number)
-                continue
             sizes = _sizes(group)
             parts = _cut(self._finish(own) if any(sizes) else None, sizes)
             for (number, share), size, part in zip(group, sizes, parts, strict=True):

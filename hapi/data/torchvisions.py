@@ -100,7 +100,7 @@ class TorchvisionSource:
         if self._pipeline is None:
             return batch
         images, labels = batch
-        return self._pipeline(images), labels
+        return self._pipeline.transform(images), labels
 
     def set_epoch(self, epoch: int) -> None:
         """Called before each epoch: the data set is looked at anew, and told if it wants to be."""

@@ -97,7 +97,7 @@ def decide(
     environ: Environ | None = None, process: Process | None = None, joins: bool = True
 ) -> tuple[LaunchInfo | None, str | None]:
     """As `detect`, without the warning: its text is returned instead."""
-    environ = dict(os.environ) if environ is None else environ
+    environ = os.environ if environ is None else environ
     process = Process() if process is None else process
     forced = environ.get(OVERRIDE, "")
     if forced == "off":
