@@ -214,8 +214,8 @@ def exchanges(name: str, ranks: int, log: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="A step of Model.fit on several processes against hand-written loops.")
     parser.add_argument("ways", nargs="*", default=list(WAYS), help=f"of {', '.join(WAYS)}")
-    parser.add_argument("--laps", type=int, default=4, help="how many epochs of each way are timed in a round")
-    parser.add_argument("--rounds", type=int, default=5, help="how often all begin anew, in fresh processes")
+    parser.add_argument("--laps", type=int, default=2, help="how many epochs of each way are timed in a round")
+    parser.add_argument("--rounds", type=int, default=8, help="how often all begin anew, in fresh processes")
     parser.add_argument("--ranks", type=int, default=2, help="processes of each way")
     parser.add_argument("--as", dest="one", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--count", type=int, help=argparse.SUPPRESS)

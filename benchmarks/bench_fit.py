@@ -276,6 +276,9 @@ CASES: dict[str, dict[str, Callable[[Laps, int], None]]] = {
     "predict-256": {"predict": predict, "hand": predict_by_hand},
 }
 
+# Two processes of the same program may differ by 5 %, more than two laps of one: many processes of few laps tell most.
+LAPS_AND_ROUNDS = {"mnist-32-usual": (3, 5), "cifar10-32": (1, 12), "evaluate-256": (5, 12), "predict-256": (5, 12)}
+
 
 def provide_data() -> None:
     """Download MNIST and CIFAR-10 if they are not there, and tell the runs where they are."""
@@ -296,9 +299,7 @@ def run_case(name: str, options: argparse.Namespace) -> bool:
         if not options.ways or way in options.ways
     ]
     with tempfile.TemporaryDirectory() as folder:
-        # Two processes of the same convolutions differ by 5 %, more than two laps of one; without training laps are a
-        # tenth as long, and processes differ as well.
-        laps, rounds = (5, 12) if name.startswith(("evaluate", "predict")) else (1, 12) if "cifar" in name else (3, 5)
+        laps, rounds = LAPS_AND_ROUNDS.get(name, (2, 8))
         compare(ways, options.laps or laps, Path(folder, "log"), options.rounds or rounds)
     first, *others = (way.name for way in ways)
     pairs = [*((first, other) for other in others), ("usual", "hand"), ("fit-torchvision", "hand")]
@@ -310,10 +311,8 @@ def run_case(name: str, options: argparse.Namespace) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Model.fit, evaluate and predict against loops written by hand.")
     parser.add_argument("cases", nargs="*", default=list(CASES), help=f"of {', '.join(CASES)}")
-    parser.add_argument(
-        "--laps", type=int, help="epochs of each process that are timed: 3, of short ones 5, of CIFAR-10 1"
-    )
-    parser.add_argument("--rounds", type=int, help="how many processes of each way: 5, of short epochs and CIFAR-10 12")
+    parser.add_argument("--laps", type=int, help="epochs of each process that are timed: 1 to 5, as the case needs")
+    parser.add_argument("--rounds", type=int, help="how many processes of each way: 5 to 12")
     parser.add_argument("--ways", nargs="+", default=[], help="only these")
     parser.add_argument("--denormals", action="store_true", help="keep denormal numbers")
     parser.add_argument("--as", dest="one", help=argparse.SUPPRESS)

@@ -34,8 +34,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 LAYER = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 
-# The process group and its wrapper; the launcher is built on torch's elastic agent.
-SPEAK_TO_TORCH_DISTRIBUTED = ("hapi.distributed.group", "hapi.distributed.parallel", "hapi.distributed.launch")
+# The process group, how it sends objects, and its wrapper; the launcher is built on torch's elastic agent.
+SPEAK_TO_TORCH_DISTRIBUTED = (
+    "hapi.distributed.group", "hapi.distributed.objects", "hapi.distributed.parallel", "hapi.distributed.launch",
+)  # fmt: skip
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 40
 

@@ -1,4 +1,4 @@
-"""The process group under plain names: the only module, `parallel.py` aside, that speaks to torch.distributed.
+"""The process group under plain names: with `objects.py`, `parallel.py` aside, all that speaks to torch.distributed.
 
 Every function has a meaning in one process (rank 0, world size 1, a reduction is the identity), so callers
 never ask whether they run alone. Every collective here is called by all ranks or by none.
@@ -146,8 +146,9 @@ def _refuse_strays(control: Any) -> None:
     # Whoever called the function of this module that called.
     caller = sys._getframe(3)
     where = f"{sys._getframe(2).f_code.co_name} in {caller.f_globals['__name__']}.{caller.f_code.co_name}"
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, where, group=control)
+    from hapi.distributed import objects  # only for who looks for a fault
+
+    ranks = objects.gather(where, control)
     if len(set(ranks)) > 1:
         places = "; ".join(f"rank {rank} to {place}" for rank, place in enumerate(ranks))
         raise RuntimeError(
@@ -299,18 +300,19 @@ def broadcast_object(value: T) -> T:
     """Rank 0's value on every rank. Plain Python values and common tensors; they are pickled."""
     if not is_initialized():
         return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0, group=_meeting())
-    return box[0]
+    from hapi.distributed import objects  # only for a process among others
+
+    shared: T = objects.broadcast(value, _meeting())
+    return shared
 
 
 def gather_objects(value: T) -> list[T]:
     """Every rank's value, in rank order, on every rank."""
     if not is_initialized():
         return [value]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value, group=_meeting())
-    return gathered
+    from hapi.distributed import objects  # only for a process among others
+
+    return objects.gather(value, _meeting())
 
 
 class Pending:

@@ -168,6 +168,61 @@ def test_evaluation_and_prediction_meet_at_their_ends_only(ranks):
     assert all(sum(counts.values()) < 20 for counts in few)
 
 
+def exchange_objects(sizes: list[int]) -> list[int]:
+    """Exchange a text of this size a rank, and something besides; how many exchanges that takes, by either function."""
+
+    def value_of(rank: int) -> dict[str, Any]:
+        return {"rank": rank, "text": str(rank) * sizes[rank], "numbers": torch.full((2,), float(rank))}
+
+    taken = []
+    for exchange, wanted in (
+        (group.gather_objects, list(map(value_of, range(len(sizes))))),
+        (lambda value: [group.broadcast_object(value)], [value_of(0)]),
+    ):
+        with counted() as counts:
+            received = exchange(value_of(group.get_rank()))
+        taken.append(sum(counts.values()))
+        for one, other in zip(received, wanted, strict=True):
+            assert torch.equal(one.pop("numbers"), other.pop("numbers"))
+        assert received == wanted
+    return taken
+
+
+def exchange_objects_around(sizes: range) -> None:
+    for size in sizes:
+        exchange_objects([size, 1])
+        exchange_objects([1, size])
+
+
+def test_a_small_value_takes_one_exchange_and_a_large_one_two(ranks):
+    for sizes, taken in (
+        ([0, 0], [1, 1]),
+        ([10, 1900], [1, 1]),
+        ([5000, 3], [2, 2]),
+        ([3, 5000], [2, 1]),
+        ([100_000, 4090], [2, 2]),
+    ):
+        assert same(ranks(2).run(exchange_objects, sizes)) == taken
+    # The first exchange has 4096 bytes, of which what there is besides takes some hundred.
+    assert same(ranks(2).run(exchange_objects, [3500, 3500])) == [1, 1]
+    ranks(2).run(exchange_objects_around, range(3500, 4097))
+
+
+def an_epoch_s_end(epochs: int) -> dict[str, int]:
+    model = prepared(metrics=[hapi.metrics.MeanSquaredError()])
+    with counted() as counts:
+        model.fit(ramp(4), batch_size=2, epochs=epochs, verbose=0)
+    return dict(counts)
+
+
+def test_an_epoch_s_values_take_two_exchanges(ranks):
+    few, many = (same(ranks(2).run(an_epoch_s_end, epochs)) for epochs in (8, 12))
+    # One step each. Besides, at its end, the ranks ask twice who stops, and may meet within it.
+    more = Counter(without(many, "all_reduce MAX")) - Counter(few)
+    assert more == {"gradients": 4, "all_gather": 4, "broadcast": 4}
+    assert many["all_reduce MAX"] - few["all_reduce MAX"] <= 12
+
+
 def count_buckets(ours: bool) -> tuple[int, list[float]]:
     """Two steps of a network whose gradients fill two of DDP's buckets; exchanges, and some of the weights."""
     torch.manual_seed(0)
