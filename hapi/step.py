@@ -172,7 +172,7 @@ class Stepper:
         if inputs is None:
             self._pass_without_samples(last, window_total)
         else:
-            run = self.replica.forward if self._exchange is None else partial(self._exchange.forward, last)
+            run = self._compute if self._exchange is None else partial(self._exchange.forward, last)
             value, weight, outcome = run(inputs, labels, size, window_total)
             if self._form is None or isinstance(outcome.weight, torch.Tensor) != self._form.counted:
                 self._agree_on_form(outcome, window_total)
