@@ -5,7 +5,7 @@
 #                       HAPI_DATA_HOME; 15 minutes). HAPI_LAUNCHERS_OPTIONAL=1: what cannot be installed is left out
 # make lint     ruff and mypy
 # make docs     the documentation, into build/docs; a warning is an error
-# make bench    the ratios of benchmarks/RESULTS.md (HAPI_DATA_HOME; over an hour): bench-hand, then bench-peers
+# make bench    the ratios of benchmarks/RESULTS.md (HAPI_DATA_HOME; almost two hours): bench-hand, then bench-peers
 # make bench-hand   fit, evaluate, predict, several processes, the start, growth and saving, against code by hand
 # make bench-steps  where the overhead of a step lies, by steps that take turns within one process
 # make bench-peers  the same training in Lightning, Accelerate, Keras, Ignite, Poutyne and skorch, which are installed into
@@ -65,7 +65,8 @@ bench: bench-hand bench-peers
 
 bench-hand: install
 	$(python) benchmarks/bench_fit.py
-	$(python) benchmarks/bench_ddp.py
+	$(python) benchmarks/bench_ddp.py fit hand
+	$(python) benchmarks/bench_ddp.py fit-iterable hand-iterable fit-unasked --rounds 3
 	$(python) benchmarks/bench_ddp.py fit hand --ranks 4
 	$(python) benchmarks/bench_ddp.py fit hand --ranks 8
 	$(python) benchmarks/bench_startup.py

@@ -1,6 +1,6 @@
 """What `Model.fit`, `evaluate` and `predict` cost in one process, against loops written by hand.
 
-    python benchmarks/bench_fit.py                        all cases, a quarter of an hour
+    python benchmarks/bench_fit.py                        all cases, half an hour
     python benchmarks/bench_fit.py mnist-32 --rounds 9    one of them
     python benchmarks/bench_fit.py mnist-32 --ways fit hand --denormals
 
@@ -277,7 +277,7 @@ CASES: dict[str, dict[str, Callable[[Laps, int], None]]] = {
 }
 
 # Two processes of the same program may differ by 5 %, more than two laps of one: many processes of few laps tell most.
-LAPS_AND_ROUNDS = {"mnist-32-usual": (3, 5), "cifar10-32": (1, 12), "evaluate-256": (5, 12), "predict-256": (5, 12)}
+LAPS_AND_ROUNDS = {"mnist-32-usual": (2, 4), "cifar10-32": (1, 12), "evaluate-256": (5, 12), "predict-256": (5, 12)}
 
 
 def provide_data() -> None:
@@ -312,7 +312,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Model.fit, evaluate and predict against loops written by hand.")
     parser.add_argument("cases", nargs="*", default=list(CASES), help=f"of {', '.join(CASES)}")
     parser.add_argument("--laps", type=int, help="epochs of each process that are timed: 1 to 5, as the case needs")
-    parser.add_argument("--rounds", type=int, help="how many processes of each way: 5 to 12")
+    parser.add_argument("--rounds", type=int, help="how many processes of each way: 4 to 12")
     parser.add_argument("--ways", nargs="+", default=[], help="only these")
     parser.add_argument("--denormals", action="store_true", help="keep denormal numbers")
     parser.add_argument("--as", dest="one", help=argparse.SUPPRESS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -168,19 +170,21 @@ def test_evaluation_and_prediction_meet_at_their_ends_only(ranks):
     assert all(sum(counts.values()) < 20 for counts in few)
 
 
+def value_to_exchange(rank: int, size: int) -> dict[str, Any]:
+    return {"rank": rank, "text": str(rank) * size, "numbers": torch.full((2,), float(rank))}
+
+
 def exchange_objects(sizes: list[int]) -> list[int]:
     """Exchange a text of this size a rank, and something besides; how many exchanges that takes, by either function."""
-
-    def value_of(rank: int) -> dict[str, Any]:
-        return {"rank": rank, "text": str(rank) * sizes[rank], "numbers": torch.full((2,), float(rank))}
-
+    values = [value_to_exchange(rank, size) for rank, size in enumerate(sizes)]
     taken = []
     for exchange, wanted in (
-        (group.gather_objects, list(map(value_of, range(len(sizes))))),
-        (lambda value: [group.broadcast_object(value)], [value_of(0)]),
+        (group.gather_objects, values),
+        (lambda value: [group.broadcast_object(value)], values[:1]),
     ):
+        wanted = copy.deepcopy(wanted)
         with counted() as counts:
-            received = exchange(value_of(group.get_rank()))
+            received = exchange(copy.deepcopy(values[group.get_rank()]))
         taken.append(sum(counts.values()))
         for one, other in zip(received, wanted, strict=True):
             assert torch.equal(one.pop("numbers"), other.pop("numbers"))
@@ -188,10 +192,10 @@ def exchange_objects(sizes: list[int]) -> list[int]:
     return taken
 
 
-def exchange_objects_around(sizes: range) -> None:
-    for size in sizes:
-        exchange_objects([size, 1])
-        exchange_objects([1, size])
+def exchange_objects_around(bytes_in_all: int) -> list[list[int]]:
+    """The same of values that, with their length before them, take nearly so many bytes."""
+    besides = 8 + len(pickle.dumps(value_to_exchange(0, 1000))) - 1000
+    return [exchange_objects([bytes_in_all - besides + more, 1]) for more in range(-3, 4)]
 
 
 def test_a_small_value_takes_one_exchange_and_a_large_one_two(ranks):
@@ -203,9 +207,7 @@ def test_a_small_value_takes_one_exchange_and_a_large_one_two(ranks):
         ([100_000, 4090], [2, 2]),
     ):
         assert same(ranks(2).run(exchange_objects, sizes)) == taken
-    # The first exchange has 4096 bytes, of which what there is besides takes some hundred.
-    assert same(ranks(2).run(exchange_objects, [3500, 3500])) == [1, 1]
-    ranks(2).run(exchange_objects_around, range(3500, 4097))
+    assert same(ranks(2).run(exchange_objects_around, 4096)) == [[1, 1]] * 4 + [[2, 2]] * 3
 
 
 def an_epoch_s_end(epochs: int) -> dict[str, int]:

@@ -47,10 +47,10 @@ def test_results_come_in_rank_order(ranks):
 @pytest.mark.parametrize(
     ("function", "shown"),
     [
-        (raise_on, "ValueError: boom"),
+        pytest.param(raise_on, "ValueError: boom", marks=pytest.mark.slow),
         (hang_on, "in hang_on"),
-        (die_on, "exit code 7"),
-        (skip_a_collective_on, "collectives do not match"),
+        pytest.param(die_on, "exit code 7", marks=pytest.mark.slow),
+        pytest.param(skip_a_collective_on, "collectives do not match", marks=pytest.mark.slow),
     ],
 )
 def test_a_failing_rank_is_a_failure_and_the_next_run_has_new_processes(function, shown):
