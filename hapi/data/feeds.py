@@ -86,8 +86,6 @@ class Feed(ABC):
     """How much of the data is kept on the device; None: it is read from the host's memory."""
     floats: torch.dtype | None = None
     """What float64 arrays in batches become; see `hapi.batch.tensor_of`."""
-    draws: str = "all"
-    """From which generators this process may draw while it reads and places batches: "all", "torch" or "none"."""
     is_usual: Callable[[Piece], bool] | None = None
     """Tells of a piece whether it is cut as this rank's first of an epoch is, as all but short ones at the end are.
     None: that is not known beforehand."""
@@ -114,6 +112,11 @@ class Feed(ABC):
         if self.global_batch is None or self.global_batch % world_size:
             return None
         return self.global_batch // world_size
+
+    @property
+    def draws(self) -> str:
+        """From which generators this process may draw while it reads and places batches: "all", "torch" or "none"."""
+        return "all"
 
     @abstractmethod
     def pieces(self, epoch: int, start: Start = BEGINNING) -> Iterator[Piece]:

@@ -136,7 +136,7 @@ class SourceFeed(Feed):
         return batches.map_tensors(torch.Tensor.pin_memory, rows) if self._pin else rows
 
     @property
-    def draws(self) -> str:  # type: ignore[override]
+    def draws(self) -> str:
         """See `Feed.draws`."""
         source = whole_of(self._source)
         # Whether a transform can be done in batches is asked anew, since it may have been changed.

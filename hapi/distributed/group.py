@@ -1,4 +1,4 @@
-"""The process group under plain names: with `objects.py`, `parallel.py` aside, all that speaks to torch.distributed.
+"""The process group under plain names: only it, `objects.py` and `parallel.py` speak to torch.distributed.
 
 Every function has a meaning in one process (rank 0, world size 1, a reduction is the identity), so callers
 never ask whether they run alone. Every collective here is called by all ranks or by none.

@@ -1,7 +1,7 @@
 """Plain Python values between the ranks: a small one by one exchange, where torch's own functions make two.
 
-With many processes on few cores each costs ten milliseconds, and an epoch ends with some. Imported by a process among
-others.
+With many processes on few cores each costs tens of milliseconds, and an epoch ends with several. Imported by a process
+among others.
 """
 
 from __future__ import annotations
