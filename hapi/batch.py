@@ -63,16 +63,20 @@ def rebuilt_record(record: Any, field: Callable[[str], Any]) -> Any:
 
 
 def tensor_of(array: Any, floats: torch.dtype | None = None) -> torch.Tensor:
-    """A NumPy array as a tensor: a copy where it is reversed, in another order of bytes, or not to be written to.
+    """A NumPy array as a tensor: a copy where torch cannot share its memory, or it is not to be written to.
 
     Args:
         array: The array.
         floats: What float64 becomes, which NumPy makes unasked and few layers take; None: torch's default dtype.
     """
-    odd = [stride for stride in array.strides if stride < 0 or stride % (array.itemsize or 1)]
-    fits = array.flags.writeable and array.dtype.isnative and not odd
-    tensor = torch.as_tensor(array if fits else array.astype(array.dtype.newbyteorder("="), order="C"))
+    shares = array.flags.writeable and lies_as_in_torch(array)
+    tensor = torch.as_tensor(array if shares else array.astype(array.dtype.newbyteorder("="), order="C"))
     return tensor.to(floats or torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
+
+
+def lies_as_in_torch(array: Any) -> bool:
+    """Whether a tensor can share an array's memory: not if it is reversed, packed or in another order of bytes."""
+    return bool(array.dtype.isnative) and all(s >= 0 and s % (array.itemsize or 1) == 0 for s in array.strides)
 
 
 def floats_for(network: nn.Module) -> torch.dtype:
@@ -268,7 +272,8 @@ def call_network(network: nn.Module, inputs: Inputs) -> Any:
     except (TypeError, RuntimeError) as error:
         from hapi import refused
 
-        cause = _why_refused(network, inputs, str(error)) or refused.width(network, error)
+        dtypes = [tensor.dtype for tensor in leaves(inputs)]
+        cause = refused.inputs(network, inputs, dtypes, str(error)) or refused.width(network, error)
         if cause is not None:
             raise cause from error
         raise
@@ -279,48 +284,6 @@ def as_arguments(value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
     return tuple(value) if _is_several(value) else (value,)
-
-
-def _fewer_or_more(inputs: Inputs, signature: inspect.Signature) -> str:
-    """What to write where the number of inputs is wrong."""
-    if isinstance(inputs, dict):
-        return 'Name the keys that it takes: Model(network, inputs=["x"]).'
-    wanted = [p for p in signature.parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    if len(inputs) == 1 and isinstance(inputs[0], tuple | list):
-        return (
-            "The one input is itself a tuple: let the data set yield a flat (a, b, label) in place of ((a, b), label)."
-        )
-    if len(inputs) > len(wanted):
-        return (
-            f"Model(network, inputs={len(wanted)}) takes the first {len(wanted)} of a batch as inputs and the rest as "
-            "labels; in train_batch and eval_batch labels are an argument of their own, train_batch(x, y)."
-        )
-    return (
-        f"Model(network, inputs={len(wanted)}) takes the first {len(wanted)} of a batch as inputs, which data without "
-        "labels needs; elsewhere let the data yield as many, and the label last."
-    )
-
-
-def _why_refused(network: nn.Module, inputs: Inputs, message: str) -> Exception | None:
-    """What a forward pass has failed of, where the inputs' number or dtype is to blame."""
-    signature = inspect.signature(network.forward)
-    try:
-        signature.bind(**inputs) if isinstance(inputs, dict) else signature.bind(*inputs)
-    except TypeError as error:
-        return TypeError(
-            f"The network got {len(inputs)} inputs, which {type(network).__name__}.forward{signature} does not take "
-            f"({error}). {_fewer_or_more(inputs, signature)}"
-        )
-    held = [p.dtype for p in network.parameters() if p.is_floating_point()]
-    # Whole numbers may well be meant, as tokens are; another float never is.
-    strange = sorted((t.dtype for t in leaves(inputs) if t.dtype not in held), key=lambda d: not d.is_floating_point)
-    if not held or not strange or "type" not in message:
-        return None
-    return ValueError(
-        f"An input of dtype {strange[0]} arrived, and the network's parameters are {held[0]}: most layers do not mix "
-        f"the two. Let the data set yield x.to({held[0]}) (of a NumPy array: "
-        f"x.astype({str(held[0]).removeprefix('torch.')!r}))."
-    )
 
 
 def _named_fields(batch: Any) -> Mapping[str, Any] | None:
@@ -372,8 +335,13 @@ def _is_packed(value: Any) -> bool:
 
 
 def _is_several(value: Any) -> bool:
-    # A packed sequence is a tuple to Python, but one value to a network.
-    return isinstance(value, tuple | list) and not _is_packed(value)
+    # A packed sequence is a tuple to Python, but one value to a network; a batch of texts is a list.
+    return isinstance(value, tuple | list) and not _is_packed(value) and not is_text(value)
+
+
+def is_text(value: Any) -> bool:
+    """Whether it is a batch of texts, as a column of them is collated."""
+    return isinstance(value, tuple | list) and bool(value) and all(isinstance(each, str) for each in value)
 
 
 def _first_size(value: Any) -> int | None:
@@ -382,6 +350,8 @@ def _first_size(value: Any) -> int | None:
         return int(value.batch_sizes[0])
     if isinstance(value, torch.Tensor) or is_array(value):
         return int(value.shape[0]) if value.ndim else None
+    if is_text(value):
+        return len(value)
     named = _named_fields(value)
     parts = named.values() if named is not None else value if isinstance(value, tuple | list) else ()
     return next((size for part in parts if (size := _first_size(part)) is not None), None)

@@ -180,12 +180,12 @@ class Engine:
             self._label_span = min([low for low, _ in spans]), max([high for _, high in spans])
         return None if holes else self._label_span
 
-    def look_again(self, feeds: Iterable[Feed | None]) -> tuple[int, int] | None:
-        """As `look_at_labels`, within a fit and between two windows: callbacks may have changed labels since."""
+    def look_again(self, feeds: Iterable[Feed | None], stepper: Stepper) -> tuple[int, int] | None:
+        """As `look_at_labels`, between two windows of this stepper: callbacks may have changed labels since."""
         counted = self.prepared.objective.counts
         span = self.look_at_labels(feeds)
         if self.prepared.objective.counts != counted:
-            self.ready().forget_form()
+            stepper.forget_form()
         return span
 
     @contextmanager

@@ -96,7 +96,7 @@ def fit(run: Run, plan: FitPlan, agreement: Agreement) -> None:
     logs: dict[str, float] = {}
     within = None
     run.stepper.begin(plan.resumed.form if plan.resumed else None)
-    plan.train.until = 0 if callbacks.act_between_epochs or plan.num_iters is not None else plan.last_epoch
+    plan.train.until = plan.last_epoch if run.look_again is None and plan.num_iters is None else 0
     callbacks.call("on_train_begin")
     if plan.resumed is not None:
         callbacks.load_state_dict(plan.resumed.callbacks)

@@ -1,10 +1,44 @@
-"""What a layer has refused, in words. Imported where a forward pass has failed, not by `import hapi`."""
+"""What a network or a layer has refused, in words. Imported where a forward pass has failed, not by `import hapi`."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, dtype, nn
+
+Inputs = tuple[Any, ...] | dict[str, Any]
+
+
+def inputs(network: nn.Module, given: Inputs, dtypes: Iterable[dtype], message: str) -> Exception | None:
+    """What to say where the network was given another number of inputs, or another dtype, than it takes; else None.
+
+    Args:
+        network: The network that was called.
+        given: What it was called with.
+        dtypes: Of its tensors.
+        message: Of what its forward raised.
+    """
+    signature = inspect.signature(network.forward)
+    try:
+        signature.bind(**given) if isinstance(given, dict) else signature.bind(*given)
+    except TypeError as error:
+        return TypeError(
+            f"The network got {len(given)} inputs, which {type(network).__name__}.forward{signature} does not take "
+            f"({error}). {_fewer_or_more(given, signature)}"
+        )
+    held = [p.dtype for p in network.parameters() if p.is_floating_point()]
+    # Whole numbers may well be meant, as tokens are; another float never is.
+    strange = sorted((each for each in dtypes if each not in held), key=lambda each: not each.is_floating_point)
+    if not held or not strange or "type" not in message:
+        return None
+    return ValueError(
+        f"An input of dtype {strange[0]} arrived, and the network's parameters are {held[0]}: most layers do not mix "
+        f"the two. Let the data set yield x.to({held[0]}) (of a NumPy array: "
+        f"x.astype({str(held[0]).removeprefix('torch.')!r}))."
+    )
 
 
 def width(network: nn.Module, error: Exception) -> ValueError | None:
@@ -14,25 +48,31 @@ def width(network: nn.Module, error: Exception) -> ValueError | None:
         network: The network that was called.
         error: What its forward raised; its traceback knows the layer and what that was given.
     """
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    if place is None:
+    frame = raised_in(error)
+    if frame is None:
         return None
-    layer, given = place.tb_frame.f_locals.get("self"), place.tb_frame.f_locals.get("input")
+    layer, given = frame.f_locals.get("self"), frame.f_locals.get("input")
     names = [name for name, module in network.named_modules() if module is layer]
     # Nested ones have no shape that could be told.
     if not names or not isinstance(given, Tensor) or given.is_nested:
         return None
     where = f"The layer {names[0]!r} ({type(layer).__name__})" if names[0] else f"The network, a {type(layer).__name__}"
     received = f"{where} was given an input of shape {tuple(given.shape)}"
-    if place.tb_frame.f_code is nn.Linear.forward.__code__ and isinstance(layer, nn.Linear):
+    if frame.f_code is nn.Linear.forward.__code__ and isinstance(layer, nn.Linear):
         return _of_linear(received, layer, given)
     # Each convolution has a method of its own in which torch's function is called.
     own = getattr(type(layer), "_conv_forward", None)
-    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) and place.tb_frame.f_code is getattr(own, "__code__", 0):
+    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) and frame.f_code is getattr(own, "__code__", 0):
         return _of_convolution(received, layer, given)
     return None
+
+
+def raised_in(error: Exception) -> FrameType | None:
+    """The call in which an error was raised; None: it was never raised."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return None if place is None else place.tb_frame
 
 
 def _of_linear(received: str, layer: nn.Linear, given: Tensor) -> ValueError | None:
@@ -71,3 +111,23 @@ def _of_convolution(received: str, layer: Any, given: Tensor) -> ValueError | No
         order = ", ".join(map(str, (0, spatial + 1, *range(1, spatial + 1))))
         cure = f"The channels come last here: let the data set yield them first. Write x.permute({order}) for a batch."
     return ValueError(f"{received}, which has {found} channels (dimension 1), but {took}. {cure}")
+
+
+def _fewer_or_more(given: Inputs, signature: inspect.Signature) -> str:
+    """What to write where the number of inputs is wrong."""
+    if isinstance(given, dict):
+        return 'Name the keys that it takes: Model(network, inputs=["x"]).'
+    wanted = [p for p in signature.parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(given) == 1 and isinstance(given[0], tuple | list):
+        return (
+            "The one input is itself a tuple: let the data set yield a flat (a, b, label) in place of ((a, b), label)."
+        )
+    if len(given) > len(wanted):
+        return (
+            f"Model(network, inputs={len(wanted)}) takes the first {len(wanted)} of a batch as inputs and the rest as "
+            "labels; in train_batch and eval_batch labels are an argument of their own, train_batch(x, y)."
+        )
+    return (
+        f"Model(network, inputs={len(wanted)}) takes the first {len(wanted)} of a batch as inputs, which data without "
+        "labels needs; elsewhere let the data yield as many, and the label last."
+    )

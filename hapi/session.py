@@ -85,13 +85,18 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
     engine.seed, engine.cursor = seed, cursor
     with _training(model, run, plan) as stopping:
         feeds = [train, evaluation]
-        again = partial(engine.look_again, feeds) if run.callbacks.act_between_epochs else None
-        run = replace(run, label_span=engine.look_at_labels(feeds), look_again=again)
+        again = partial(engine.look_again, feeds, stepper)
+        run = replace(run, label_span=engine.look_at_labels(feeds), look_again=again if _may_change(run) else None)
         loop.fit(run, plan, Agreement(model, options.nan_policy, stopping, run.callbacks.wants_save))
     engine.end_fit()
     # Files that rank 0 wrote are there for every rank once fit has returned.
     group.barrier()
     return next(callback for callback in chosen if isinstance(callback, History))
+
+
+def _may_change(run: loop.Run) -> bool:
+    """Whether callbacks may change data between epochs, on any rank: some may be one rank's alone."""
+    return any(group.gather_objects(run.callbacks.act_between_epochs))
 
 
 def _check_trainable(model: Model, call: str = "fit") -> None:

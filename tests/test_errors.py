@@ -947,12 +947,12 @@ def test_a_subclass_that_forgets_models_init() -> None:
         (((X, X), Y), r"tuple of containers and tensors.*\(a, b, y\)"),
         (([X, X], Y), r"tuple of containers and tensors.*\(a, b, y\)"),
         ((X, [0] * len(X)), r"column is a list of numbers.*torch\.tensor\(numbers\)"),
-        (Subset(TensorDataset(X, Y), torch.ones(len(X), dtype=torch.bool)), r"a mask.*mask\.nonzero\(\)\[:, 0\]"),
-        (Subset(TensorDataset(X, Y), np.ones(len(X), dtype=bool)), r"a mask.*mask\.nonzero\(\)\[:, 0\]"),
-        (Subset(TensorDataset(X, Y), torch.arange(6).reshape(6, 1)), r"have the shape \(6, 1\).*\[:, 0\]"),
-        (Subset(TensorDataset(X, Y), np.where(np.ones(6))), r"have the shape \(1, 6\).*numpy\.where\(mask\)\[0\]"),
+        (Subset(TensorDataset(X, Y), torch.ones(len(X), dtype=torch.bool)), r"a mask.*numpy\.flatnonzero\(mask\)"),
+        (Subset(TensorDataset(X, Y), np.ones(len(X), dtype=bool)), r"a mask.*numpy\.flatnonzero\(mask\)"),
+        (Subset(TensorDataset(X, Y), torch.arange(6).reshape(6, 1)), r"have the shape \(6, 1\).*indices\.flatten\(\)"),
+        (Subset(TensorDataset(X, Y), np.where(np.ones(6))), r"have the shape \(1, 6\).*numpy\.flatnonzero\(mask\)"),
         ((X, list(np.zeros(len(X)))), r"column is a list of numbers.*torch\.tensor\(numbers\)"),
-        (Subset(Subset(TensorDataset(X, Y), [True] * len(X)), [0]), r"a mask.*enumerate\(mask\)"),
+        (Subset(Subset(TensorDataset(X, Y), [True] * len(X)), [0]), r"a mask.*numpy\.flatnonzero\(mask\)"),
     ],
 )
 def test_data_that_is_mistaken_for_batches(refused: Refused, data: Any, cure: str) -> None:

@@ -387,6 +387,23 @@ def test_reversed_arrays() -> None:
     assert prepared().evaluate((x, y), verbose=0) == prepared().evaluate((X.flip(0), Y.flip(0)), verbose=0)
 
 
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_a_mask_as_the_message_says(kind: Any) -> None:
+    mask = kind([number % 3 == 0 for number in range(53)])
+    part = Subset(TensorDataset(X, Y), np.flatnonzero(mask))
+    assert torch.equal(prepared().predict(part, verbose=0), prepared().predict(X[::3], verbose=0))
+
+
+def test_each_entry_of_a_prediction_by_batches_may_be_written_to() -> None:
+    weight = torch.ones((), requires_grad=True)
+    entries = prepared().predict(X, batch_size=8, stack_outputs=False, verbose=0)
+    storages = {entry.untyped_storage().data_ptr() for entry in entries}
+    assert len(storages) == len(entries) == 7
+    for entry in entries:
+        entry += weight
+    assert [entry.requires_grad for entry in entries] == [True] * 7
+
+
 class Mixup(hapi.Model):
     """The loss of the usual recipe: both labels of a mixed sample, by two calls of super."""
 

@@ -24,9 +24,9 @@ KINDS = ("TypeError", "ValueError", "RuntimeError", "OSError", "FileNotFoundErro
          "UsageError", "SpawnError", "IndexError")  # fmt: skip
 # The first sentence of what to write starts with one of these.
 CURE = re.compile(
-    r"(?:^|[.:;,]) +(?=(?:Write|Pass|Give|Use|Leave|Make|Call|Run|Keep|Set|Choose|Say|Put|Derive|Start|Move|Install|"
-    r"Check|Resume|Let|Correct|Unwrap|Pick|Train|Draw|Load|Save|Name|Add|Free|Wait|Raise|Lower|Remove|Define|Wrap|Return|"
-    r"Export|Create|Change|Look|Build|Split|Take|To start anew|It takes|Known ones|Hooks are)\b)"
+    r"(?:^|[.:;,}]) +(?=(?:Or|Bring|Write|Pass|Give|Use|Leave|Make|Call|Run|Keep|Set|Choose|Say|Put|Derive|Start|Move|"
+    r"Install|Check|Resume|Let|Correct|Unwrap|Pick|Train|Draw|Load|Save|Name|Add|Free|Wait|Raise|Lower|Remove|Define|"
+    r"Wrap|Return|Export|Create|Change|Look|Build|Split|Take|To start anew|It takes|Known ones|Hooks are)\b)"
 )
 
 HEAD = """# Errors
@@ -117,7 +117,7 @@ def parts(text: str) -> tuple[str, str, str]:
     """What was received, why it cannot work, what to write; what a message leaves out is empty."""
     match = CURE.search(text)
     rest, cure = (text[: match.start() + 1], text[match.end() :]) if match else (text, "")
-    comma = re.search(r", (?=which|but|so|of which|where|whose|since|in which|and |that |as )|: ", rest)
+    comma = re.search(r", (?=which|with which|but|so|of which|where|whose|since|in which|and |that |as )|: ", rest)
     received, why = (rest[: comma.start()], rest[comma.end() :]) if comma else (rest, "")
     return received.rstrip(".:;, "), why.rstrip(".:;, "), cure
 

@@ -168,7 +168,7 @@ class Saver(Callback):
         return False
 
     def wants_save(self) -> bool:
-        """Whether it is time to save; asked on every rank, about once a second."""
+        """Whether it is time to save; asked on every rank, about twice a second."""
         return False
 
     def save_within(self, stopping: bool) -> None:

@@ -34,7 +34,7 @@ class ModelCheckpoint(Saver):
         mode: ``"min"``, ``"max"``, or ``"auto"``: told from the name.
         verbose: 1: a line for each file. 0: none.
         every_n_steps: Also save ``step_{n}`` each time so many steps (batches a rank) are done.
-        every_seconds: Also save ``step_{n}`` after so many seconds, by rank 0's clock, seen about once a second.
+        every_seconds: Also save ``step_{n}`` after so many seconds, by rank 0's clock, seen about twice a second.
         keep_last: How many of ``{epoch}`` and ``step_{n}`` to keep, the newest. None: every ``{epoch}``, and
             the newest ``step_{n}`` until an epoch's follows. Only what this run has saved is ever deleted.
         save_top_k: How many best models to keep: ``best_model``, and with more than one ``top_{epoch}`` for each of the

@@ -190,14 +190,13 @@ def _refuse_mask(data: Any, name: str) -> None:
     if isinstance(first, bool) or str(getattr(first, "dtype", "")) in ("bool", "torch.bool"):
         raise TypeError(
             f"{name} is a Subset whose indices are a mask, {len(indices)} times True or False, where the numbers of "
-            "samples belong. Write Subset(dataset, mask.nonzero()[:, 0]), or of a list "
-            "[i for i, is_in in enumerate(mask) if is_in]."
+            "samples belong. Write Subset(dataset, numpy.flatnonzero(mask))."
         )
     if getattr(indices, "ndim", 1) > 1 or (type(indices) is tuple and getattr(first, "ndim", 0)):
         shape = tuple(getattr(indices, "shape", (len(indices), *getattr(first, "shape", ()))))
         raise TypeError(
             f"{name} is a Subset whose indices have the shape {shape}, where one number a sample belongs. Write "
-            "Subset(dataset, numpy.where(mask)[0]), or of a tensor mask.nonzero()[:, 0]."
+            "Subset(dataset, indices.flatten()), or of a mask numpy.flatnonzero(mask)."
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from hapi.batch import is_array, leaves, map_tensors, tensor_of
+from hapi.batch import is_array, leaves, lies_as_in_torch, map_tensors, tensor_of
 
 
 class BatchSource(Protocol):
@@ -223,7 +223,7 @@ def viewed(array: Any, floats: torch.dtype | None) -> torch.Tensor:
 
     Nobody may write to the tensor.
     """
-    if array.flags.writeable or not (array.ndim and array.dtype.isnative) or min(array.strides) < 0:
+    if array.flags.writeable or not array.ndim or not lies_as_in_torch(array):
         return tensor_of(array, floats)
     with warnings.catch_warnings():
         # torch's, that it must not be written to.

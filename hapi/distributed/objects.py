@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_HEAD = 1 << 12
-"""Bytes of the first exchange. They begin with how many there are in all, so that all ranks know what is to follow."""
+_SMALL = 1 << 12
+"""Bytes of the first exchange. They begin with how many there are in all: if that is more, all go by a second one."""
 _LENGTH = 8
 
 
@@ -24,11 +24,15 @@ def gather(value: Any, group: Any) -> list[Any]:
         value: This rank's. It is pickled.
         group: Of all ranks, on the CPU.
     """
-    written = _written(value)
-    heads = _all_gathered(written[:_HEAD], _HEAD, group)
-    longest = max(map(_size, heads))
-    rests = _all_gathered(written[_HEAD:], longest - _HEAD, group) if longest > _HEAD else [b""] * len(heads)
-    return [_read(head + rest) for head, rest in zip(heads, rests, strict=True)]
+    pickled = pickle.dumps(value)
+    received = _all_gathered(_written(pickled, _SMALL), group)
+    longest = max(map(_size, received))
+    if longest > _SMALL:
+        received = _all_gathered(_written(pickled, longest), group)
+    del pickled
+    received.reverse()
+    # One after the other, so that not all are held twice.
+    return [_read(received.pop()) for _ in range(len(received))]
 
 
 def broadcast(value: Any, group: Any) -> Any:
@@ -39,38 +43,33 @@ def broadcast(value: Any, group: Any) -> Any:
         group: As of `gather`.
     """
     is_first = dist.get_rank() == 0
-    written = _written(value) if is_first else b""
-    received = _from_first(written[:_HEAD], _HEAD, group)
-    if (size := _size(received)) > _HEAD:
-        received += _from_first(written[_HEAD:], size - _HEAD, group)
+    pickled = pickle.dumps(value) if is_first else b""
+    received = _written(pickled, _SMALL)
+    dist.broadcast(received, src=0, group=group)
+    if (size := _size(received)) > _SMALL:
+        received = _written(pickled, size)
+        dist.broadcast(received, src=0, group=group)
     return value if is_first else _read(received)
 
 
-def _written(value: Any) -> bytes:
-    pickled = pickle.dumps(value)
-    return len(pickled).to_bytes(_LENGTH, "little") + pickled
+def _written(pickled: bytes, room: int) -> torch.Tensor:
+    """(room,) uint8: the length of all that is to be read, and as much of it as there is room for."""
+    written = bytearray(room)
+    written[:_LENGTH] = (_LENGTH + len(pickled)).to_bytes(_LENGTH, "little")
+    kept = pickled[: room - _LENGTH]
+    written[_LENGTH : _LENGTH + len(kept)] = kept
+    return torch.frombuffer(written, dtype=torch.uint8)
 
 
-def _size(written: bytes) -> int:
-    return _LENGTH + int.from_bytes(written[:_LENGTH], "little")
+def _size(written: torch.Tensor) -> int:
+    return int.from_bytes(written[:_LENGTH].numpy().tobytes(), "little")
 
 
-def _read(written: bytes) -> Any:
-    return pickle.loads(written[_LENGTH : _size(written)])
+def _read(written: torch.Tensor) -> Any:
+    return pickle.loads(written[_LENGTH : _size(written)].numpy().data)
 
 
-def _all_gathered(own: bytes, room: int, group: Any) -> list[bytes]:
-    sent = _tensor(own, room)
+def _all_gathered(sent: torch.Tensor, group: Any) -> list[torch.Tensor]:
     received = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
     dist.all_gather(received, sent, group=group)
-    return [tensor.numpy().tobytes() for tensor in received]
-
-
-def _from_first(own: bytes, room: int, group: Any) -> bytes:
-    tensor = _tensor(own, room)
-    dist.broadcast(tensor, src=0, group=group)
-    return tensor.numpy().tobytes()
-
-
-def _tensor(own: bytes, room: int) -> torch.Tensor:
-    return torch.frombuffer(bytearray(own.ljust(room, b"\0")), dtype=torch.uint8)
+    return received

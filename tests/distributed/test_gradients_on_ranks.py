@@ -510,6 +510,34 @@ def train_by_hand_on_labels_that_change() -> tuple[list[float], list[float], lis
     return network.weight.flatten().tolist(), losses, accuracies
 
 
+class Looks(hapi.callbacks.Callback):
+    """Has its turn between epochs, and changes nothing."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        return
+
+
+def fit_with_callbacks_on(ranks: list[int], set_on_object: bool) -> tuple[list[float], dict[str, list[float]]]:
+    """Weights and logs, where only these ranks have a callback of the user's."""
+    x, y, later = labels_of_two_epochs()
+    callback = hapi.callbacks.Callback() if set_on_object else Looks()
+    if set_on_object:
+        callback.on_epoch_end = lambda epoch, logs=None: None
+    torch.manual_seed(0)
+    network = nn.Linear(4, 3)
+    model = hapi.Model(network).prepare(torch.optim.SGD(network.parameters(), lr=0.5), nn.CrossEntropyLoss())
+    given = [callback] if group.get_rank() in ranks else []
+    logs = model.fit((x, y), (x, later), epochs=3, global_batch_size=4, seed=1, callbacks=given, verbose=0).history
+    return network.weight.flatten().tolist(), logs
+
+
+@pytest.mark.parametrize("set_on_object", [False, True])
+def test_ranks_may_have_callbacks_of_their_own(ranks, set_on_object):
+    wanted = same(ranks(2).run(fit_with_callbacks_on, [0, 1], set_on_object))
+    for having in ([0], [1]):
+        assert same(ranks(2).run(fit_with_callbacks_on, having, set_on_object)) == wanted
+
+
 @pytest.mark.parametrize("kind", ["written to", "other indices"])
 def test_labels_that_a_callback_leaves_out_from_the_second_epoch_on_count_no_more(ranks, kind):
     wanted = train_by_hand_on_labels_that_change()
