@@ -11,7 +11,6 @@ from hapi.metrics.tally import Tally
 from hapi.signals import StopSignals
 
 _SECONDS = 0.5
-"""Between meetings."""
 _MOST_STEPS = 4096
 
 
@@ -27,8 +26,8 @@ class Agreement:
     """A meeting every k optimizer steps, k such that it comes about twice a second: one tiny collective.
 
     k is agreed in the meeting itself, so ranks of different speed never miss each other. Several ranks ask one another
-    k / 4 steps before, if k is more than 1, so that nobody waits for the answer: it goes round meanwhile. The losses
-    since the last question are looked at together, for which a device's queue is waited for.
+    a step before, if k is more than 1, so that nobody waits for the answer: it goes round meanwhile. The losses since
+    the last meeting are looked at together, for which a device's queue is waited for.
 
     Args:
         model: Its `stop_training` is what a rank asks for; what one has asked for, a meeting sets on all ranks.
@@ -82,9 +81,8 @@ class Agreement:
             self.signal = self._signals.received
             return bool(self._model.stop_training)
         stops = self._countdown <= 0 and self._meet(tally, epoch, step)
-        # An eighth of a second before: eight processes on two cores take 30 ms to answer. Where steps take so long that
-        # all meet after each, the answer of the one before would be late by a whole step.
-        ahead = self._countdown == max(1, self._interval // 4) < self._interval
+        # Where steps take so long that all meet after each, the answer of the one before would be late by a whole step.
+        ahead = self._countdown == 1 < self._interval
         if ahead and not (self._alone or stops or self.saves or self.signal):
             self._asked = self._ask(tally, epoch, step, *self._wishes())
         return stops

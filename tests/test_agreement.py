@@ -59,14 +59,14 @@ def stepping(model: SimpleNamespace, tally: Tally) -> Callable[[], bool]:
     return lambda: meeting.after_step(tally, 0, next(count))
 
 
-def test_the_ranks_are_asked_before_the_answer_is_waited_for(others: Others, model: SimpleNamespace) -> None:
+def test_the_ranks_are_asked_a_step_before_the_answer_is_waited_for(others: Others, model: SimpleNamespace) -> None:
     after_step = stepping(model, Tally([], CPU))
     seen = []
     for _ in range(15):
         assert not after_step()
         seen.append((len(others.asked), others.waited))
-    # The first one has to be waited for; of eight steps, the others have two to answer.
-    assert seen == [(1, 1), (2, 1), (2, 2), (2, 2), (2, 2), (3, 2), (3, 3), *[(3, 3)] * 5, (4, 3), (4, 3), (4, 4)]
+    # The first one has to be waited for.
+    assert seen == [(1, 1), (2, 1), (2, 2), (2, 2), (2, 2), (3, 2), (3, 3), *[(3, 3)] * 6, (4, 3), (4, 4)]
 
 
 def test_what_is_asked_for_while_an_answer_is_under_way_is_kept(others: Others, model: SimpleNamespace) -> None:

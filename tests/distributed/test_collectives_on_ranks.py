@@ -115,11 +115,11 @@ def without(counts: dict[str, int], *names: str) -> dict[str, int]:
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("kind", ["tensors", "data set", "loader", "batches"])
 def test_an_optimizer_step_costs_one_exchange_of_gradients_and_nothing_else(ranks, kind, accumulate, counts_losses):
-    few, many = (same(ranks(2).run(count_fit, kind, steps, accumulate, False, counts_losses)) for steps in (15, 48))
-    assert (few["gradients"], many["gradients"]) == (15 // accumulate, 48 // accumulate)
-    # The meetings, which come ever more rarely, none under way at the end; all else comes once a fit or once an epoch.
+    few, many = (same(ranks(2).run(count_fit, kind, steps, accumulate, False, counts_losses)) for steps in (15, 60))
+    assert (few["gradients"], many["gradients"]) == (15 // accumulate, 60 // accumulate)
+    # The meetings, which come ever more rarely; all else comes once a fit or once an epoch.
     meetings = many["all_reduce MAX"] - few["all_reduce MAX"]
-    assert meetings == (48 // accumulate + 1).bit_length() - (15 // accumulate + 1).bit_length()
+    assert meetings == (60 // accumulate + 1).bit_length() - (15 // accumulate + 1).bit_length()
     assert without(few, "gradients", "all_reduce MAX") == without(many, "gradients", "all_reduce MAX")
 
 
