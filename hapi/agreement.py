@@ -116,8 +116,11 @@ class Agreement:
         """Whether a rank has asked to stop, at the end of an epoch or of an evaluation; what one was told, all know."""
         return self._exchange(None, 0, 0)
 
-    def end_epoch(self, tally: Tally, epoch: int, step: int) -> None:
+    def end_epoch(self, tally: Tally, epoch: int, step: int) -> bool:
         """After the last step of an epoch, before anything of it is kept: all ranks know who has asked to stop.
+
+        Returns:
+            Whether all ranks stop here.
 
         Raises:
             RuntimeError: A loss since the last meeting was infinite or NaN, on any rank.
@@ -129,7 +132,7 @@ class Agreement:
                 "drop_last=True leaves nothing of the parts in which it is read. Pass data with at least one sample, "
                 "whose __iter__ starts anew each time, or leave drop_last out."
             )
-        self._exchange(tally, epoch, step)
+        return self._exchange(tally, epoch, step)
 
     def _meet(self, tally: Tally | None, epoch: int, step: int) -> bool:
         """Agree on whether to stop, to save, and when to meet next; whether all stop."""

@@ -76,7 +76,8 @@ def tensor_of(array: Any, floats: torch.dtype | None = None) -> torch.Tensor:
 
 def lies_as_in_torch(array: Any) -> bool:
     """Whether a tensor can share an array's memory: not if it is reversed, packed or in another order of bytes."""
-    return bool(array.dtype.isnative) and all(s >= 0 and s % (array.itemsize or 1) == 0 for s in array.strides)
+    fits = array.dtype.isnative and array.flags.aligned
+    return bool(fits) and all(stride >= 0 and stride % (array.itemsize or 1) == 0 for stride in array.strides)
 
 
 def floats_for(network: nn.Module) -> torch.dtype:
@@ -335,13 +336,8 @@ def _is_packed(value: Any) -> bool:
 
 
 def _is_several(value: Any) -> bool:
-    # A packed sequence is a tuple to Python, but one value to a network; a batch of texts is a list.
-    return isinstance(value, tuple | list) and not _is_packed(value) and not is_text(value)
-
-
-def is_text(value: Any) -> bool:
-    """Whether it is a batch of texts, as a column of them is collated."""
-    return isinstance(value, tuple | list) and bool(value) and all(isinstance(each, str) for each in value)
+    # A packed sequence is a tuple to Python, but one value to a network.
+    return isinstance(value, tuple | list) and not _is_packed(value)
 
 
 def _first_size(value: Any) -> int | None:
@@ -350,8 +346,6 @@ def _first_size(value: Any) -> int | None:
         return int(value.batch_sizes[0])
     if isinstance(value, torch.Tensor) or is_array(value):
         return int(value.shape[0]) if value.ndim else None
-    if is_text(value):
-        return len(value)
     named = _named_fields(value)
     parts = named.values() if named is not None else value if isinstance(value, tuple | list) else ()
     return next((size for part in parts if (size := _first_size(part)) is not None), None)

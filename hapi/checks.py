@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hapi.batch import is_counted, is_text
+from hapi.batch import is_counted
 
 if TYPE_CHECKING:
     from hapi.objective import Objective
@@ -332,13 +332,13 @@ def _label_fault(error: Exception, outputs: Any, labels: Any, ignored: int | Non
             f"The labels of a batch are {labels!r:.60}, one {type(labels).__name__}, so it looks like a sample: a list "
             "is taken as batches. Write DataLoader(samples, batch_size=32), or give columns as a tuple (x, y)."
         )
-    if is_text(labels) and (classifies or _refused_by_torch(error)):
+    if classifies and isinstance(labels, tuple | list) and labels and all(isinstance(each, str) for each in labels):
         return ValueError(
-            f"The labels of a batch are text, {labels[0]!r} the first of them, with which no loss computes. Let the "
-            "data set give the number of each class in their place: names.index(label)."
+            f"The labels of a batch are text, {labels[0]!r} the first of them, and cross-entropy takes numbers. Let "
+            "the data set give the number of each class in their place: names.index(label)."
         )
-    if isinstance(labels, tuple | list) and not is_text(labels) and isinstance(error, TypeError):
-        kinds = ", ".join("text" if isinstance(one, str) or is_text(one) else type(one).__name__ for one in labels)
+    if isinstance(labels, tuple | list) and isinstance(error, TypeError):
+        kinds = ", ".join("text" if _is_text(label) else type(label).__name__ for label in labels)
         return ValueError(
             f"The loss received {len(labels)} labels ({kinds}), which it does not take ({error}). Say which parts of a "
             'batch are labels, Model(network, labels=["y"]) or labels=1, or give a loss that takes them all.'
@@ -353,12 +353,8 @@ def _label_fault(error: Exception, outputs: Any, labels: Any, ignored: int | Non
     return None
 
 
-def _refused_by_torch(error: Exception) -> bool:
-    """Whether one of torch's own functions has got what it does not take."""
-    from hapi import refused
-
-    frame = refused.raised_in(error) if isinstance(error, TypeError | AttributeError) else None
-    return frame is not None and str(frame.f_globals.get("__name__")).startswith("torch.")
+def _is_text(label: Any) -> bool:
+    return isinstance(label, str) or (isinstance(label, tuple | list) and any(isinstance(part, str) for part in label))
 
 
 def _labels_within(labels: torch.Tensor, outputs: torch.Tensor, ignored: int | None) -> None:

@@ -110,7 +110,7 @@ def fit(run: Run, plan: FitPlan, agreement: Agreement) -> None:
             callbacks.load_state_dict(plan.resumed.callbacks)
         logs = _train_epoch(run, plan, agreement, epoch, tally, BEGINNING if within is None else within.start)
         within = None
-        last = epoch + 1 == plan.last_epoch or plan.is_spent or model.stop_training
+        last = epoch + 1 == plan.last_epoch or plan.is_spent or plan.cursor.stopped
         _set_streams(run, rng.EPOCH_TRAINED, epoch)
         if plan.evaluation is not None and (last or (epoch + 1) % plan.eval_freq == 0):
             logs |= _evaluate_within(run, plan, plan.evaluation, agreement)
@@ -204,7 +204,7 @@ def _train_epoch(
             del piece, inputs, labels, outcome
         if _ends_here(run, plan, agreement, tally, epoch, step - 1):
             break
-    agreement.end_epoch(tally, epoch, step - 1)
+    cursor.stopped = agreement.end_epoch(tally, epoch, step - 1)
     _leave_if_told(run, plan, agreement)
     # BatchNorm's statistics are each rank's own until here; callbacks may use the network on any rank.
     stepper.sync(parameters=False)

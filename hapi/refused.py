@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from types import FrameType
 from typing import Any
 
 from torch import Tensor, dtype, nn
 
+# As in batch.py, which imports this module.
 Inputs = tuple[Any, ...] | dict[str, Any]
 
 
@@ -48,31 +48,25 @@ def width(network: nn.Module, error: Exception) -> ValueError | None:
         network: The network that was called.
         error: What its forward raised; its traceback knows the layer and what that was given.
     """
-    frame = raised_in(error)
-    if frame is None:
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    if place is None:
         return None
-    layer, given = frame.f_locals.get("self"), frame.f_locals.get("input")
+    layer, given = place.tb_frame.f_locals.get("self"), place.tb_frame.f_locals.get("input")
     names = [name for name, module in network.named_modules() if module is layer]
     # Nested ones have no shape that could be told.
     if not names or not isinstance(given, Tensor) or given.is_nested:
         return None
     where = f"The layer {names[0]!r} ({type(layer).__name__})" if names[0] else f"The network, a {type(layer).__name__}"
     received = f"{where} was given an input of shape {tuple(given.shape)}"
-    if frame.f_code is nn.Linear.forward.__code__ and isinstance(layer, nn.Linear):
+    if place.tb_frame.f_code is nn.Linear.forward.__code__ and isinstance(layer, nn.Linear):
         return _of_linear(received, layer, given)
     # Each convolution has a method of its own in which torch's function is called.
     own = getattr(type(layer), "_conv_forward", None)
-    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) and frame.f_code is getattr(own, "__code__", 0):
+    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) and place.tb_frame.f_code is getattr(own, "__code__", 0):
         return _of_convolution(received, layer, given)
     return None
-
-
-def raised_in(error: Exception) -> FrameType | None:
-    """The call in which an error was raised; None: it was never raised."""
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    return None if place is None else place.tb_frame
 
 
 def _of_linear(received: str, layer: nn.Linear, given: Tensor) -> ValueError | None:

@@ -19,7 +19,7 @@ from hapi.callbacks import History
 from hapi.callbacks.base import Callback, CallbackList, callbacks_alike, default_callbacks
 from hapi.cursor import Cursor
 from hapi.data import Feed, Request, make_feed
-from hapi.data.make import DEFAULT_BATCH_SIZE, has_own_batches
+from hapi.data.make import DEFAULT_BATCH_SIZE, has_own_batches, kind_of
 from hapi.distributed import group
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
     from hapi import report, resuming
 
     stepper = engine.ready()
-    chosen = _agreed_callbacks(model, eval_data, callbacks, options)
+    chosen = _agreed_callbacks(model, train_data, eval_data, callbacks, options)
     engine.fits += 1
     seed, state = resuming.start(model, options)
     requests = _requests(options, seed, train_data, eval_data, floats_for(model.network))
@@ -112,14 +112,16 @@ def _check_trainable(model: Model, call: str = "fit") -> None:
     checks.modules_beside(model, engine.network, prepared.objective.module)
 
 
-def _agreed_callbacks(model: Model, eval_data: Any, callbacks: Any, options: FitOptions) -> list[Callback]:
+def _agreed_callbacks(
+    model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: FitOptions
+) -> list[Callback]:
     """The callbacks of a fit, once all ranks are seen to make the same one."""
     chosen = default_callbacks(
         callbacks, verbose=options.verbose, log_freq=options.log_freq, save_dir=options.save_dir,
         save_freq=options.save_freq,
     )  # fmt: skip
-    evaluated = None if eval_data is None else "given"
-    more = {"eval_data": evaluated, "callbacks": callbacks_alike(chosen)}
+    evaluated = None if eval_data is None else kind_of(eval_data)
+    more = {"train_data": kind_of(train_data), "eval_data": evaluated, "callbacks": callbacks_alike(chosen)}
     arguments.same_call("fit", options.alike() | more | arguments.alike(model._engine.prepared))
     return chosen
 
@@ -238,6 +240,7 @@ def _single_pass(
     engine = model._engine
     stepper = engine.ready()
     prepared = arguments.alike(engine.prepared)
+    more = {options.name: kind_of(data), **more}
     compared = {"batch_size": options.batch_size, **more, "loss": prepared["loss"], "metrics": prepared["metrics"]}
     arguments.same_call(call, compared)
     feed = make_feed(data, options.request(has_own_batches(data), floats_for(model.network)), stepper.device)

@@ -186,40 +186,21 @@ def test_labels_that_a_loss_does_not_take_are_counted() -> None:
         subject.fit(Made(lambda i: {"input": X[i], "y": Y[i], "name": "a"}), verbose=0)
     with pytest.raises(ValueError, match=r"one float.*looks like a sample.*DataLoader\(samples"):
         subject.fit([(torch.ones(3), 1.0), (torch.ones(3), 2.0)], verbose=0)
+    with pytest.raises(ValueError, match=r"8 labels \(text, text,"):
+        subject.fit(Made(lambda i: (X[i], "a")), verbose=0)
+    subject.prepare("sgd", nn.CrossEntropyLoss())
     with pytest.raises(ValueError, match=r"labels of a batch are text, 'a' the first.*names\.index\(label\)"):
         subject.fit(Made(lambda i: (X[i], "a")), verbose=0)
 
 
 def test_errors_of_a_loss_over_text_are_its_own() -> None:
-    def too_long(outputs: torch.Tensor, captions: list[str]) -> torch.Tensor:
+    def too_long(outputs: torch.Tensor, *captions: str) -> torch.Tensor:
         raise ValueError(f"{captions[0]!r} has more than 77 words")
 
     network = nn.Linear(3, 1, dtype=torch.float64)
     subject = hapi.Model(network).prepare("sgd", too_long)
     with pytest.raises(ValueError, match="^'a dog' has more than 77 words$"):
         subject.fit(Made(lambda i: (X[i], "a dog")), verbose=0)
-
-
-def test_a_column_of_texts_is_one_label_or_one_input() -> None:
-    seen: list[Any] = []
-
-    def loss(outputs: torch.Tensor, captions: list[str]) -> torch.Tensor:
-        seen.append(captions)
-        return outputs.sum() * len(captions)
-
-    class Lengths(nn.Module):
-        def forward(self, texts: list[str]) -> torch.Tensor:
-            return torch.tensor([float(len(text)) for text in texts])
-
-    network = nn.Linear(3, 1, dtype=torch.float64)
-    hapi.Model(network).prepare("sgd", loss).fit(
-        Made(lambda i: (X[i], f"a{i}")), batch_size=7, shuffle=False, verbose=0
-    )
-    assert list(map(list, seen)) == [[f"a{i}" for i in range(7)], ["a7"]]
-    model = hapi.Model(Lengths())
-    assert model.predict(Made(lambda i: "a" * i), batch_size=7, verbose=0).flatten().tolist() == list(range(8))
-    both = Made(lambda i: ("a" * i, torch.tensor(float(i))))
-    assert model.prepare(loss=nn.MSELoss()).evaluate(both, batch_size=7, verbose=0) == {"loss": 0.0}
 
 
 @pytest.mark.parametrize("writeable", [False, True])

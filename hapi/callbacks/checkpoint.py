@@ -105,7 +105,9 @@ class ModelCheckpoint(Saver):
                 self._writer.warm_up()
         self._unsaved = self._unsaved_top = self._newest = None
         self._epochs = self.model.epochs_trained
-        self._retention = Retention(self.keep_last, self.save_top_k, os.path.realpath(self._folder()))
+        # Rank 0's, on all ranks: on another host the folder may have another name.
+        folder = group.broadcast_object(os.path.realpath(self._folder()))
+        self._retention = Retention(self.keep_last, self.save_top_k, folder)
         self._saved_at, self._since = self.model.steps_trained, time.monotonic()
         if self._watch is not None:
             self._watch.check(self.params)

@@ -17,9 +17,10 @@ def overrides(callback: Callback, hook: str) -> bool:
     return hook in vars(callback) or getattr(type(callback), hook) is not getattr(Callback, hook)
 
 
-# Called between the last step of an epoch and the first of the next one.
+# Called between the last step of an epoch and the first of the next one, or before that of the first epoch.
 _BETWEEN_EPOCHS = (
-    "on_epoch_begin", "on_epoch_end", "on_eval_begin", "on_eval_end", "on_eval_batch_begin", "on_eval_batch_end",
+    "on_train_begin", "on_epoch_begin", "on_epoch_end", "on_eval_begin", "on_eval_end", "on_eval_batch_begin",
+    "on_eval_batch_end",
 )  # fmt: skip
 
 

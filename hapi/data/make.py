@@ -259,6 +259,16 @@ def has_own_batches(data: Any) -> bool:
     )
 
 
+def kind_of(data: Any) -> str:
+    """What kind of data it is, as far as it decides where ranks meet while they read."""
+    if isinstance(data, DataLoader):
+        inner = "an iterable data set" if isinstance(data.dataset, IterableDataset) else "a data set"
+        return f"a DataLoader of {inner}{'' if _can_be_compared(data) else ' in parts'}"
+    if _can_be_compared(data):
+        return "a data set or columns"
+    return "batches" if has_own_batches(data) else "a data set in parts"
+
+
 def _can_be_compared(data: Any) -> bool:
     if isinstance(data, DataLoader):
         return not isinstance(data.dataset, IterableDataset) and not shards_itself(data)

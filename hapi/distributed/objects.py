@@ -28,8 +28,10 @@ def gather(value: Any, group: Any) -> list[Any]:
     received = _all_gathered(_written(pickled, _SMALL), group)
     longest = max(map(_size, received))
     if longest > _SMALL:
-        received = _all_gathered(_written(pickled, longest), group)
-    del pickled
+        sent = _written(pickled, longest)
+        del pickled
+        received = _all_gathered(sent, group)
+        del sent
     received.reverse()
     # One after the other, so that not all are held twice.
     return [_read(received.pop()) for _ in range(len(received))]

@@ -471,6 +471,34 @@ class LeavesOut(hapi.callbacks.Callback):
             self.change()
 
 
+class LeavesOutAtOnce(hapi.callbacks.Callback):
+    """Calls a function when training begins."""
+
+    def __init__(self, change: Callable[[], Any]) -> None:
+        self.change = change
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.change()
+
+
+def fit_labels_that_change_at_once(by_callback: bool) -> tuple[list[float], list[float]]:
+    """Weights and losses."""
+    x, y, later = labels_of_two_epochs()
+    callback = LeavesOutAtOnce(lambda: y.copy_(later)) if by_callback else None
+    torch.manual_seed(0)
+    network = nn.Linear(4, 3)
+    model = hapi.Model(network).prepare(torch.optim.SGD(network.parameters(), lr=0.5), nn.CrossEntropyLoss())
+    labels = y if by_callback else later
+    logs = model.fit((x, labels), epochs=2, global_batch_size=4, seed=1, callbacks=callback, verbose=0).history
+    return network.weight.flatten().tolist(), logs["loss"]
+
+
+def test_labels_that_a_callback_leaves_out_when_training_begins_count_no_more(ranks):
+    assert alone(fit_labels_that_change_at_once, True) == alone(fit_labels_that_change_at_once, False)
+    wanted = same(ranks(2).run(fit_labels_that_change_at_once, False))
+    assert same(ranks(2).run(fit_labels_that_change_at_once, True)) == wanted
+
+
 def fit_labels_that_change(kind: str) -> tuple[list[float], list[float], list[float]]:
     """Weights, and the losses and accuracies of both epochs."""
     x, y, later = labels_of_two_epochs()

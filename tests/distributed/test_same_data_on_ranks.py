@@ -214,6 +214,30 @@ def test_ranks_that_read_alike_data_in_their_own_ways_count_alike(ranks):
     assert weights == pytest.approx(wanted_weights, rel=1e-5, abs=1e-7)
 
 
+def read_kinds(call: str, of_all: str, of_last: str) -> str:
+    """What is said where the last rank has another kind of data than the others."""
+    x, y = ramp(6)
+    made = {
+        "columns": (x, y),
+        "batches": list(zip(x.split(2), y.split(2), strict=True)),
+        "loader": DataLoader(TensorDataset(x, y), batch_size=2),
+    }
+    model = prepared()
+    try:
+        getattr(model, call)(made[last(of_all, of_last)], verbose=0)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(("call", "name"), [("fit", "train_data"), ("evaluate", "eval_data"), ("predict", "test_data")])
+@pytest.mark.parametrize("kinds", [("columns", "batches"), ("batches", "loader"), ("loader", "columns")])
+def test_other_kinds_of_data_are_refused_by_all(ranks, call, name, kinds):
+    said = same(ranks(2).run(read_kinds, call, *kinds))
+    assert f"{call} was called with {name}='" in said and "on rank 1" in said
+    assert same(ranks(2).run(read_kinds, call, kinds[0], kinds[0])) == "nothing"
+
+
 class Named(Dataset[Any]):
     """Samples that have names in place of numbers."""
 

@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset
 import hapi
 from hapi import agreement, files, signals
 from hapi.distributed import group
+from hapi.metrics.tally import Tally
 
 
 class StopAt(hapi.callbacks.Callback):
@@ -78,6 +79,28 @@ def test_any_rank_s_request_ends_all_ranks_at_the_same_edge(ranks, hook, step, e
     # The last epoch is always evaluated, where it is known in time to be the last.
     in_time = hook in ("on_epoch_begin", "on_train_batch_end")
     assert evaluations == (0 if not evaluates else 2 if eval_freq == 1 else int(in_time))
+
+
+def stop_too_late_for_an_evaluation(rank: int) -> tuple[int, bool]:
+    """One rank asks when the second epoch's steps are over and its values are put together, as another thread may."""
+    model = prepared()
+    reduced = Tally.reduced
+
+    def late(tally: Tally) -> dict[str, float]:
+        model.stop_training |= group.get_rank() == rank and model.epochs_trained == 1
+        return reduced(tally)
+
+    Tally.reduced = late
+    try:
+        history = model.fit(ramp(4), ramp(4), batch_size=1, epochs=50, eval_freq=5, verbose=0)
+    finally:
+        Tally.reduced = reduced
+    return model.epochs_trained, "val_loss" in history.history
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_request_between_two_questions_makes_no_rank_evaluate_alone(ranks, rank):
+    assert same(ranks(2).run(stop_too_late_for_an_evaluation, rank)) == (2, False)
 
 
 def stop_within_an_epoch() -> int:
