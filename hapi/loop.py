@@ -50,7 +50,7 @@ class Run:
     label_span: tuple[int, int] | None = None
     """Between which numbers all labels lie, where that is known beforehand."""
     look_again: Callable[[], tuple[int, int] | None] | None = None
-    """Finds `label_span` anew, for a fit between whose epochs callbacks may change labels; else None."""
+    """Finds `label_span` anew, for a fit before whose epochs callbacks may change labels; else None."""
 
     def tally(self) -> Tally:
         """Running values that start anew."""
@@ -96,7 +96,7 @@ def fit(run: Run, plan: FitPlan, agreement: Agreement) -> None:
     logs: dict[str, float] = {}
     within = None
     run.stepper.begin(plan.resumed.form if plan.resumed else None)
-    plan.train.until = plan.last_epoch if run.look_again is None and plan.num_iters is None else 0
+    plan.train.until = 0 if callbacks.act_between_epochs or plan.num_iters is not None else plan.last_epoch
     callbacks.call("on_train_begin")
     if plan.resumed is not None:
         callbacks.load_state_dict(plan.resumed.callbacks)

@@ -95,8 +95,8 @@ def fit(model: Model, train_data: Any, eval_data: Any, callbacks: Any, options: 
 
 
 def _may_change(run: loop.Run) -> bool:
-    """Whether callbacks may change data between epochs, on any rank: some may be one rank's alone."""
-    return any(group.gather_objects(run.callbacks.act_between_epochs))
+    """Whether callbacks may change labels before an epoch begins, on any rank: some may be one rank's alone."""
+    return any(group.gather_objects(run.callbacks.act_before_an_epoch))
 
 
 def _check_trainable(model: Model, call: str = "fit") -> None:

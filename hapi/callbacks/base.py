@@ -216,6 +216,7 @@ class CallbackList:
         }
         self.adding = [callback for callback in self.callbacks if hooks.overrides(callback, "batch_values")]
         self.act_between_epochs = hooks.act_between_epochs(self.callbacks)
+        self.act_before_an_epoch = hooks.act_before_an_epoch(self.callbacks)
 
     def call(self, hook: str, *args: Any, logs: Mapping[str, Any] | None = None) -> None:
         """Call a hook of all callbacks, each with a dict of its own.

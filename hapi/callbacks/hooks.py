@@ -17,20 +17,25 @@ def overrides(callback: Callback, hook: str) -> bool:
     return hook in vars(callback) or getattr(type(callback), hook) is not getattr(Callback, hook)
 
 
-# Called between the last step of an epoch and the first of the next one, or before that of the first epoch.
+# Called between the last step of an epoch and the first of the next one.
 _BETWEEN_EPOCHS = (
-    "on_train_begin", "on_epoch_begin", "on_epoch_end", "on_eval_begin", "on_eval_end", "on_eval_batch_begin",
-    "on_eval_batch_end",
+    "on_epoch_begin", "on_epoch_end", "on_eval_begin", "on_eval_end", "on_eval_batch_begin", "on_eval_batch_end",
 )  # fmt: skip
 
 
 def act_between_epochs(callbacks: Iterable[Callback]) -> bool:
     """Whether code of the user's may run between two epochs, which may change what the data gives."""
-    return any(
-        overrides(callback, hook) and (hook in vars(callback) or not type(callback).__module__.startswith("hapi."))
-        for callback in callbacks
-        for hook in _BETWEEN_EPOCHS
-    )
+    return any(_is_users(callback, hook) for callback in callbacks for hook in _BETWEEN_EPOCHS)
+
+
+def act_before_an_epoch(callbacks: Iterable[Callback]) -> bool:
+    """Whether code of the user's may run between the begin of a fit and that of its last epoch, steps included."""
+    hooks = (*_BETWEEN_EPOCHS, "on_train_begin", "on_train_batch_begin", "on_train_batch_end")
+    return any(_is_users(callback, hook) for callback in callbacks for hook in hooks)
+
+
+def _is_users(callback: Callback, hook: str) -> bool:
+    return overrides(callback, hook) and (hook in vars(callback) or not type(callback).__module__.startswith("hapi."))
 
 
 def check(callback: Any) -> None:

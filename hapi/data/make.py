@@ -262,11 +262,15 @@ def has_own_batches(data: Any) -> bool:
 def kind_of(data: Any) -> str:
     """What kind of data it is, as far as it decides where ranks meet while they read."""
     if isinstance(data, DataLoader):
+        batches = "no batches" if data.batch_sampler is None else "batches"
         inner = "an iterable data set" if isinstance(data.dataset, IterableDataset) else "a data set"
-        return f"a DataLoader of {inner}{'' if _can_be_compared(data) else ' in parts'}"
-    if _can_be_compared(data):
-        return "a data set or columns"
-    return "batches" if has_own_batches(data) else "a data set in parts"
+        kind = f"a DataLoader with {batches} of {inner}"
+    elif has_own_batches(data):
+        kind = "batches"
+    else:
+        kind = "an iterable data set" if isinstance(data, IterableDataset) else "a data set or columns"
+    is_shared_out = shards_itself(data) if has_own_batches(data) else declares_shards(data)
+    return f"{kind}, shared out already" if is_shared_out else kind
 
 
 def _can_be_compared(data: Any) -> bool:

@@ -471,6 +471,22 @@ class LeavesOut(hapi.callbacks.Callback):
             self.change()
 
 
+class LeavesOutAtTheEnd(LeavesOut):
+    """The same in the first epoch's last step."""
+
+    def __init__(self, change: Callable[[], Any]) -> None:
+        super().__init__(change)
+        self.steps = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        return
+
+    def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+        self.steps += 1
+        if self.steps == 3:
+            self.change()
+
+
 class LeavesOutAtOnce(hapi.callbacks.Callback):
     """Calls a function when training begins."""
 
@@ -499,7 +515,7 @@ def test_labels_that_a_callback_leaves_out_when_training_begins_count_no_more(ra
     assert same(ranks(2).run(fit_labels_that_change_at_once, True)) == wanted
 
 
-def fit_labels_that_change(kind: str) -> tuple[list[float], list[float], list[float]]:
+def fit_labels_that_change(kind: str, of: type[LeavesOut] = LeavesOut) -> tuple[list[float], list[float], list[float]]:
     """Weights, and the losses and accuracies of both epochs."""
     x, y, later = labels_of_two_epochs()
     subset = Subset(TensorDataset(torch.cat([x, x]), torch.cat([y, later])), range(12))
@@ -512,7 +528,7 @@ def fit_labels_that_change(kind: str) -> tuple[list[float], list[float], list[fl
     sgd = torch.optim.SGD(network.parameters(), lr=0.5)
     model = hapi.Model(network).prepare(sgd, nn.CrossEntropyLoss(), hapi.metrics.Accuracy())
     options = {"global_batch_size": 4, "accumulate_grad_batches": 2, "shuffle": False, "verbose": 0}
-    logs = model.fit(data, epochs=2, callbacks=LeavesOut(change), **options).history
+    logs = model.fit(data, epochs=2, callbacks=of(change), **options).history
     return network.weight.flatten().tolist(), logs["loss"], logs["acc"]
 
 
@@ -569,6 +585,8 @@ def test_ranks_may_have_callbacks_of_their_own(ranks, set_on_object):
 @pytest.mark.parametrize("kind", ["written to", "other indices"])
 def test_labels_that_a_callback_leaves_out_from_the_second_epoch_on_count_no_more(ranks, kind):
     wanted = train_by_hand_on_labels_that_change()
-    for values in (alone(fit_labels_that_change, kind), same(ranks(2).run(fit_labels_that_change, kind))):
+    given = [(kind, of) for of in (LeavesOut, LeavesOutAtTheEnd)]
+    several = [same(ranks(2).run(fit_labels_that_change, *each)) for each in given]
+    for values in (*several, *(alone(fit_labels_that_change, *each) for each in given)):
         for ours, theirs in zip(values, wanted, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7)

@@ -15,7 +15,7 @@ import torchvision
 from closed_form import Ramp, prepared, ramp
 from PIL import Image
 from ranks import alone, same
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, random_split
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, random_split
 
 import hapi
 from hapi.data.sameness import same_data
@@ -214,6 +214,16 @@ def test_ranks_that_read_alike_data_in_their_own_ways_count_alike(ranks):
     assert weights == pytest.approx(wanted_weights, rel=1e-5, abs=1e-7)
 
 
+class Stream(IterableDataset[Any]):
+    """Six samples on each rank."""
+
+    def __init__(self, sharded: bool) -> None:
+        self.sharded = sharded
+
+    def __iter__(self) -> Any:
+        return iter([Ramp(6)[number] for number in range(6)])
+
+
 def read_kinds(call: str, of_all: str, of_last: str) -> str:
     """What is said where the last rank has another kind of data than the others."""
     x, y = ramp(6)
@@ -221,17 +231,35 @@ def read_kinds(call: str, of_all: str, of_last: str) -> str:
         "columns": (x, y),
         "batches": list(zip(x.split(2), y.split(2), strict=True)),
         "loader": DataLoader(TensorDataset(x, y), batch_size=2),
+        "loader of samples": DataLoader(TensorDataset(x, y), batch_size=None),
+        "stream": Stream(False),
+        "stream in parts": Stream(True),
+        "loader of a stream": DataLoader(Stream(False), batch_size=2),
+        "loader of a stream in parts": DataLoader(Stream(True), batch_size=2),
     }
     model = prepared()
-    try:
-        getattr(model, call)(made[last(of_all, of_last)], verbose=0)
-    except ValueError as error:
-        return str(error)
+    with warnings.catch_warnings():
+        # Of parts it is said that they come rank by rank.
+        warnings.simplefilter("ignore")
+        try:
+            getattr(model, call)(made[last(of_all, of_last)], verbose=0)
+        except ValueError as error:
+            return str(error)
     return "nothing"
 
 
 @pytest.mark.parametrize(("call", "name"), [("fit", "train_data"), ("evaluate", "eval_data"), ("predict", "test_data")])
-@pytest.mark.parametrize("kinds", [("columns", "batches"), ("batches", "loader"), ("loader", "columns")])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("columns", "batches"),
+        ("batches", "loader"),
+        ("loader", "columns"),
+        ("loader", "loader of samples"),
+        ("stream", "stream in parts"),
+        ("loader of a stream in parts", "loader of a stream"),
+    ],
+)
 def test_other_kinds_of_data_are_refused_by_all(ranks, call, name, kinds):
     said = same(ranks(2).run(read_kinds, call, *kinds))
     assert f"{call} was called with {name}='" in said and "on rank 1" in said
