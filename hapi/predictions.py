@@ -54,7 +54,7 @@ class Kept:
 
     def _more(self, outputs: torch.Tensor) -> torch.Tensor:
         # Twice as many each time, so that few pieces lie between steps, and little is made in vain.
-        # At least two: a view that fills its memory would be handed to the user as one.
+        # At least two, so that `_on_its_own` knows each for a view: autograd lets nobody write to one in place.
         self._made = min(max(2, 2 * self._made), 16 * _SMALL // outputs.numel())
         self._places = iter(outputs.new_empty((self._made, *outputs.shape)).unbind())
         return next(self._places)
