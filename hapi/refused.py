@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, dtype, nn
 
-# As in batch.py, which imports this module.
-Inputs = tuple[Any, ...] | dict[str, Any]
+if TYPE_CHECKING:
+    from hapi.batch import Inputs
 
 
 def inputs(network: nn.Module, given: Inputs, dtypes: Iterable[dtype], message: str) -> Exception | None:

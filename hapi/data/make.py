@@ -261,15 +261,16 @@ def has_own_batches(data: Any) -> bool:
 
 def kind_of(data: Any) -> str:
     """What kind of data it is, as far as it decides where ranks meet while they read."""
+    own_batches = has_own_batches(data)
     if isinstance(data, DataLoader):
         batches = "no batches" if data.batch_sampler is None else "batches"
         inner = "an iterable data set" if isinstance(data.dataset, IterableDataset) else "a data set"
         kind = f"a DataLoader with {batches} of {inner}"
-    elif has_own_batches(data):
+    elif own_batches:
         kind = "batches"
     else:
         kind = "an iterable data set" if isinstance(data, IterableDataset) else "a data set or columns"
-    is_shared_out = shards_itself(data) if has_own_batches(data) else declares_shards(data)
+    is_shared_out = shards_itself(data) if own_batches else declares_shards(data)
     return f"{kind}, shared out already" if is_shared_out else kind
 
 
