@@ -168,7 +168,7 @@ def split_positional(batch: Sequence[Any], inputs: int | None, labels: int | Non
             f"A batch of {count} elements arrived, but Model(inputs={inputs}, labels={labels}) asks for more than that "
             "(or leaves no input). Give Model the numbers that fit the data, such as inputs=1, labels=1."
         )
-    return tuple(batch[:inputs]), _unwrap_single(tuple(batch[inputs:stop]))
+    return tuple(batch[:inputs]), _labels_of(batch[inputs:stop])
 
 
 class Splitter:
@@ -221,7 +221,8 @@ class Splitter:
 
     def as_labels(self, value: Any) -> Any:
         """What a user passes as `labels` of train_batch: None, one, or a tuple or list of several."""
-        return _unwrap_single(tuple(value)) if _is_several(value) else value
+        value = _as_column(value)
+        return _labels_of(value) if _is_several(value) else value
 
     def _split_named(self, batch: Mapping[str, Any], needs_labels: bool) -> tuple[Inputs, Any]:
         keys = list(batch)
@@ -250,7 +251,7 @@ class Splitter:
             )
         taken_by_name = self._takes_any_name or all(key in self._names for key in inputs)
         values: Inputs = {key: batch[key] for key in inputs} if taken_by_name else tuple(batch[key] for key in inputs)
-        return values, _unwrap_single(tuple(batch[key] for key in chosen))
+        return values, _labels_of([batch[key] for key in chosen])
 
     def _suggested(self, batch: Mapping[str, Any]) -> str:
         """What to write for the keys of a batch: those that `forward` names, and one that is no text as the label."""
@@ -306,10 +307,11 @@ def _checked_spec(name: str, spec: Any) -> int | tuple[str, ...] | None:
     )
 
 
-def _unwrap_single(values: Any) -> Any:
+def _labels_of(parts: Sequence[Any]) -> Any:
     """None, the only one, or all of them; an only one may itself be a list of one, as [1.0] is by default_collate."""
+    values: Any = tuple(map(_as_column, parts))
     while _is_several(values) and len(values) == 1:
-        values = values[0]
+        values = _as_column(values[0])
     return None if _is_several(values) and not values else values
 
 
@@ -336,8 +338,18 @@ def _is_packed(value: Any) -> bool:
 
 
 def _is_several(value: Any) -> bool:
-    # A packed sequence is a tuple to Python, but one value to a network.
-    return isinstance(value, tuple | list) and not _is_packed(value)
+    # A packed sequence is a tuple to Python, but one value to a network; so is a column of text to a loss.
+    return isinstance(value, tuple | list) and not _is_packed(value) and not is_text(value)
+
+
+def is_text(value: Any) -> bool:
+    """Whether it is a text for each sample, as `Splitter` gives labels that are text: a list of str or bytes."""
+    return isinstance(value, list) and bool(value) and all([isinstance(each, str | bytes) for each in value])
+
+
+def _as_column(part: Any) -> Any:
+    """A part of a batch; as a list where it is a tuple of text, as which default_collate leaves a column of it."""
+    return list(part) if type(part) is tuple and is_text(list(part)) else part
 
 
 def _first_size(value: Any) -> int | None:

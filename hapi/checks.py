@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hapi.batch import is_counted
+from hapi.batch import is_counted, is_text
 
 if TYPE_CHECKING:
     from hapi.objective import Objective
@@ -313,14 +313,14 @@ def explained(loss: Callable[..., Any], objective: Objective, outputs: Any, labe
     try:
         return loss(outputs, labels)
     except (RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
-        cause = _label_fault(error, outputs, labels, objective.ignored_label)
+        cause = _label_fault(error, outputs, labels, objective)
         if cause is not None:
             raise cause from error
         raise
 
 
-def _label_fault(error: Exception, outputs: Any, labels: Any, ignored: int | None) -> ValueError | None:
-    classifies = ignored is not None
+def _label_fault(error: Exception, outputs: Any, labels: Any, objective: Objective) -> ValueError | None:
+    classifies = objective.classifies
     if labels is None and isinstance(error, TypeError) and (classifies or "missing" in str(error)):
         return ValueError(
             "The loss received no labels: all of the batch went into the network. Give labels as well, by a data set "
@@ -332,13 +332,15 @@ def _label_fault(error: Exception, outputs: Any, labels: Any, ignored: int | Non
             f"The labels of a batch are {labels!r:.60}, one {type(labels).__name__}, so it looks like a sample: a list "
             "is taken as batches. Write DataLoader(samples, batch_size=32), or give columns as a tuple (x, y)."
         )
-    if classifies and isinstance(labels, tuple | list) and labels and all(isinstance(each, str) for each in labels):
-        return ValueError(
-            f"The labels of a batch are text, {labels[0]!r} the first of them, and cross-entropy takes numbers. Let "
-            "the data set give the number of each class in their place: names.index(label)."
-        )
+    if is_text(labels):
+        if not all(map(_is_torchs, objective.losses)):
+            return None
+        # Only for a process that fails.
+        from hapi import refused
+
+        return refused.text_labels("The loss", labels)
     if isinstance(labels, tuple | list) and isinstance(error, TypeError):
-        kinds = ", ".join("text" if _is_text(label) else type(label).__name__ for label in labels)
+        kinds = ", ".join(map(_kind, labels))
         return ValueError(
             f"The loss received {len(labels)} labels ({kinds}), which it does not take ({error}). Say which parts of a "
             'batch are labels, Model(network, labels=["y"]) or labels=1, or give a loss that takes them all.'
@@ -347,14 +349,19 @@ def _label_fault(error: Exception, outputs: Any, labels: Any, ignored: int | Non
         try:
             class_labels(labels, outputs)
             if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
-                _labels_within(labels, outputs, ignored)
+                _labels_within(labels, outputs, objective.ignored_label)
         except ValueError as fault:
             return fault
     return None
 
 
-def _is_text(label: Any) -> bool:
-    return isinstance(label, str) or (isinstance(label, tuple | list) and any(isinstance(part, str) for part in label))
+def _kind(label: Any) -> str:
+    return "text" if isinstance(label, str | bytes) or is_text(label) else type(label).__name__
+
+
+def _is_torchs(loss: Any) -> bool:
+    where = type(loss).__module__ if isinstance(loss, nn.Module) else defined_in(loss)
+    return f"{where}.".startswith("torch.")
 
 
 def _labels_within(labels: torch.Tensor, outputs: torch.Tensor, ignored: int | None) -> None:

@@ -125,3 +125,11 @@ def _fewer_or_more(given: Inputs, signature: inspect.Signature) -> str:
         f"Model(network, inputs={len(wanted)}) takes the first {len(wanted)} of a batch as inputs, which data without "
         "labels needs; elsewhere let the data yield as many, and the label last."
     )
+
+
+def text_labels(receiver: str, labels: list[Any]) -> ValueError:
+    """The error of what compares numbers and got text."""
+    return ValueError(
+        f"{receiver} received labels that are text, {labels[0]!r:.60} the first of them, where it takes numbers. Let "
+        "the data set give the number of each class in their place: names.index(label)."
+    )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 import hapi
 from hapi.data.collate import Collate
@@ -25,11 +25,11 @@ Y = np.linspace(0, 1, 8)[:, None]
 class Made(Dataset[Any]):
     """Samples as a function makes them."""
 
-    def __init__(self, make: Callable[[int], Any]) -> None:
-        self.make = make
+    def __init__(self, make: Callable[[int], Any], length: int = len(X)) -> None:
+        self.make, self.length = make, length
 
     def __len__(self) -> int:
-        return len(X)
+        return self.length
 
     def __getitem__(self, index: int) -> Any:
         return self.make(index)
@@ -186,15 +186,87 @@ def test_labels_that_a_loss_does_not_take_are_counted() -> None:
         subject.fit(Made(lambda i: {"input": X[i], "y": Y[i], "name": "a"}), verbose=0)
     with pytest.raises(ValueError, match=r"one float.*looks like a sample.*DataLoader\(samples"):
         subject.fit([(torch.ones(3), 1.0), (torch.ones(3), 2.0)], verbose=0)
-    with pytest.raises(ValueError, match=r"8 labels \(text, text,"):
-        subject.fit(Made(lambda i: (X[i], "a")), verbose=0)
-    subject.prepare("sgd", nn.CrossEntropyLoss())
-    with pytest.raises(ValueError, match=r"labels of a batch are text, 'a' the first.*names\.index\(label\)"):
-        subject.fit(Made(lambda i: (X[i], "a")), verbose=0)
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.MSELoss(), nn.functional.mse_loss])
+@pytest.mark.parametrize("label", ["a", b"a"])
+def test_torchs_losses_and_our_metrics_take_no_text(loss: Any, label: str | bytes) -> None:
+    subject = model().prepare("sgd", loss)
+    with pytest.raises(ValueError, match=r"The loss received labels that are text, b?'a' the.*names\.index\(label\)"):
+        subject.fit(Made(lambda i: (X[i], label)), verbose=0)
+    subject.prepare("sgd", metrics=hapi.metrics.Accuracy())
+    with pytest.raises(ValueError, match=r"Accuracy \('acc'\) received labels that are text, b?'a' the"):
+        subject.evaluate(Made(lambda i: (X[i], label)), verbose=0)
+
+
+class Words(hapi.Model):
+    """Counts the words of captions in a step of its own."""
+
+    seen: list[Any]
+
+    def train_step(self, inputs: Any, labels: Any) -> Any:
+        self.seen.append(labels)
+        counts = torch.tensor([float(len(caption.split())) for caption in labels], dtype=torch.float64)
+        outputs = self.network(**inputs) if isinstance(inputs, dict) else self.network(*inputs)
+        return (outputs[:, 0] - counts).square().mean(), outputs
+
+
+CAPTIONS = ["a dog", "two small cats", "snow", "a", "the end of it"]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_a_column_of_text_is_one_label(batch_size: int) -> None:
+    """Of whichever batch, a batch of one included, and however it is given: each caption to the sample beside it."""
+    counts = torch.tensor([float(len(caption.split())) for caption in CAPTIONS], dtype=torch.float64)
+    seen: list[Any] = []
+
+    def long_ones(outputs: torch.Tensor, captions: list[str]) -> torch.Tensor:
+        return torch.tensor([len(caption.split()) > 1 for caption in captions])
+
+    def own_loss(outputs: torch.Tensor, captions: list[str]) -> torch.Tensor:
+        seen.append(captions)
+        counts = [float(len(caption.split())) for caption in captions]
+        return (outputs[:, 0] - torch.tensor(counts, dtype=torch.float64)).square().mean()
+
+    def weights(subject: hapi.Model, data: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        subject.network.reset_parameters()
+        options = {} if data is loader else {"batch_size": batch_size, "shuffle": False}
+        subject.fit(data, verbose=0, **options)
+        return subject.network.weight.detach().clone()
+
+    def linear() -> nn.Module:
+        return nn.Linear(3, 1, dtype=torch.float64)
+
+    samples = [(torch.as_tensor(X[i], dtype=torch.float64), caption) for i, caption in enumerate(CAPTIONS)]
+    numbers = TensorDataset(torch.stack([x for x, _ in samples]), counts[:, None])
+    batches = [CAPTIONS[i : i + batch_size] for i in range(0, len(CAPTIONS), batch_size)]
+
+    pairs = Made(lambda i: samples[i], len(samples))
+    named = Made(lambda i: {"input": samples[i][0], "caption": samples[i][1]}, len(samples))
+    nested = Made(lambda i: (samples[i][0], [samples[i][1]]), len(samples))
+    loader = DataLoader(pairs, batch_size=batch_size)
+    expected = weights(hapi.Model(linear()).prepare("sgd", nn.MSELoss()), numbers)
+    for data in (pairs, named, nested, loader):
+        seen.clear()
+        torch.testing.assert_close(weights(hapi.Model(linear()).prepare("sgd", own_loss), data), expected)
+        assert seen == batches
+        stepping = Words(linear()).prepare("sgd")
+        stepping.seen = []
+        torch.testing.assert_close(weights(stepping, data), expected)
+        assert stepping.seen == batches
+    one = hapi.Model(linear()).prepare("sgd", own_loss)
+    for given in (CAPTIONS[:batch_size], tuple(CAPTIONS[:batch_size])):
+        seen.clear()
+        one.train_batch(numbers.tensors[0][:batch_size], given)
+        one.eval_batch(numbers.tensors[0][:batch_size], given)
+        assert seen == [CAPTIONS[:batch_size]] * 2
+    one.prepare(loss=own_loss, metrics=long_ones)
+    assert one.evaluate(pairs, batch_size=batch_size, verbose=0)["long_ones"] == 0.6
 
 
 def test_errors_of_a_loss_over_text_are_its_own() -> None:
-    def too_long(outputs: torch.Tensor, *captions: str) -> torch.Tensor:
+    def too_long(outputs: torch.Tensor, captions: list[str]) -> torch.Tensor:
         raise ValueError(f"{captions[0]!r} has more than 77 words")
 
     network = nn.Linear(3, 1, dtype=torch.float64)

@@ -28,7 +28,7 @@ _BROADCAST_BUCKET_BYTES = 25 << 20
 _launch: LaunchInfo | None = None
 _own: Any = None
 _pid: int | None = None
-_control: tuple[Any, Any] | None = None
+_control: tuple[Any, tuple[Any, bool]] | None = None
 _store: Any = None
 _timeout: float | None = None
 _threads: int | None = None
@@ -105,8 +105,8 @@ def _stop() -> None:
         _own = _control = _store = None
 
 
-def _control_group() -> Any:
-    """A group of our own, on the CPU, for counts, flags and objects.
+def _control_group() -> tuple[Any, bool]:
+    """A group of our own, on the CPU, for counts, flags and objects; whether ranks compare where they are before each.
 
     It keeps them apart from DDP's collectives, beside which they would have to be issued in the same order on every
     rank, and off the device, whose whole queue a read would wait for. It is made by the first collective that needs it.
@@ -114,21 +114,25 @@ def _control_group() -> Any:
     global _control
     world = dist.group.WORLD
     if _control is None or _control[0] is not world:
-        _control = (world, dist.new_group(backend="gloo", timeout=_limit()))
+        made: Any = dist.new_group(backend="gloo", timeout=_limit())
+        # Set on one host, it holds for all: who compares would wait for who does not.
+        compares = torch.tensor(int(bool(os.environ.get("HAPI_DEBUG"))))
+        dist.all_reduce(compares, op=dist.ReduceOp.MAX, group=made)
+        _control = world, (made, bool(compares))
     return _control[1]
 
 
 def _meeting() -> Any:
     """The control group, for a collective that all ranks begin now."""
-    control = _control_group()
-    if compares_places():
+    control, compares = _control_group()
+    if compares:
         _refuse_strays(control)
     return control
 
 
 def compares_places() -> bool:
-    """Whether ranks compare where they are before each collective."""
-    return bool(os.environ.get("HAPI_DEBUG"))
+    """Whether ranks compare where they are before each collective: HAPI_DEBUG is set for one of them."""
+    return is_initialized() and _control_group()[1]
 
 
 def meet() -> None:
@@ -137,8 +141,8 @@ def meet() -> None:
     Raises:
         RuntimeError: They are in different places.
     """
-    if compares_places() and is_initialized():
-        _refuse_strays(_control_group())
+    if compares_places():
+        _refuse_strays(_control_group()[0])
 
 
 def _refuse_strays(control: Any) -> None:
@@ -332,9 +336,8 @@ class Pending:
 def begin_max(values: Sequence[float]) -> Pending:
     """The largest of each value over the ranks."""
     tensor = torch.tensor(values, dtype=torch.float64)
-    if not is_initialized():
-        return Pending(tensor, None)
-    return Pending(tensor, dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=_meeting(), async_op=True))
+    work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=_meeting(), async_op=True) if is_initialized() else None
+    return Pending(tensor, work)
 
 
 def begin_sum(value: int) -> Pending:
@@ -368,14 +371,11 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def gather_rows(rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-    """Every rank's rows, on every rank.
+    """Every rank's rows, (n_r, ...) of rank r, on every rank.
 
     Args:
         rows: (n_r, ...) on the CPU; all but the first size, and the dtype, equal on all ranks.
         counts: n_r of each rank.
-
-    Returns:
-        A tensor a rank, (n_r, ...).
     """
     if not is_initialized():
         return [rows]

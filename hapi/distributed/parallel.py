@@ -98,6 +98,16 @@ class _FixedBuckets(DistributedDataParallel):
         order = [*others[:0:-1], marks, *others[:1]]
         return [parameters[index] for index in order], [id(parameters[index]) in self.module.sparse for index in order]
 
+    def forward(self, *arguments: Any) -> Any:
+        """DDP's own steps, without the region that it opens for a profiler, unless one runs.
+
+        To open and to close that takes 1 to 3 % of a small network's step.
+        """
+        if torch._C._autograd._profiler_enabled() or self._delay_all_reduce_all_params:
+            return super().forward(*arguments)  # type: ignore[no-untyped-call]
+        arguments, keywords = self._pre_forward(*arguments)  # type: ignore[no-untyped-call]
+        return self._post_forward(self._run_ddp_forward(*arguments, **keywords))  # type: ignore[no-untyped-call]
+
     def fix_buckets(self) -> None:
         """Do now what DDP would do after its first step, where this build of torch lets us."""
         if hasattr(self.reducer, "_push_all_rebuilt_params"):
@@ -161,12 +171,12 @@ class GradientExchange:
         self._passes += 1
         if not last:
             with self._wrapped.no_sync():
-                return self._wrapped.forward(*arguments)  # type: ignore[no-untyped-call]
+                return self._wrapped.forward(*arguments)
         # Of a window that was broken off.
         self._marks.grad = None
         # What earlier passes have left tells, once it is the same after the last one, that this one did not reach it.
         self._before = [_Contents.of(p) for p in self._trained] if self._passes > 1 else self._nothing_before
-        return self._wrapped.forward(*arguments)  # type: ignore[no-untyped-call]
+        return self._wrapped.forward(*arguments)
 
     def backward(self, objective: torch.Tensor, last: bool, weight: torch.Tensor | None) -> None:
         """The backward pass of one batch.

@@ -118,7 +118,8 @@ class FunctionMetric(Metric):
             ValueError: It returned something else than a value per sample.
         """
         values = self._function(outputs, labels)
-        samples = size_of(labels if labels is not None else outputs)
+        # Labels may be text.
+        samples = size_of((labels, outputs))
         if not isinstance(values, Tensor):
             raise TypeError(
                 f"The metric function {self.name!r} returned a {type(values).__name__}: values stay on the device "

@@ -9,7 +9,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from hapi.batch import is_array, is_counted, tensor_of
+from hapi.batch import is_array, is_counted, is_text, tensor_of
 from hapi.metrics.base import Metric, as_exact
 
 
@@ -31,6 +31,11 @@ def pair(metric: Metric, outputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
                     f"{received} no labels: all of the batch went into the network. Say which part they are, "
                     'Model(network, labels=["label"]) for dict batches, labels=1 for tuples.'
                 )
+            if is_text(value):
+                # Only for a process that fails.
+                from hapi import refused
+
+                raise refused.text_labels(f"{type(metric).__name__} ({metric.name!r})", value)
             part = f"{noun}[{next(iter(value), 0)!r}]" if isinstance(value, Mapping) else f"{noun}[0]"
             given = f"{part}, labels" if noun == "outputs" else f"outputs, {part}"
             raise TypeError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -342,6 +343,22 @@ def meet_otherwise(rank: int, hook: str, call: str) -> str:
     return "nothing was said"
 
 
+def profile_steps(steps: int) -> int:
+    """How many of DDP's forward passes a profiler sees in a fit of so many steps."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        prepared().fit(ramp(2 * steps), batch_size=1, verbose=0)
+    return [event.name for event in profile.events()].count("DistributedDataParallel.forward")
+
+
+def test_a_profiler_sees_the_forward_passes_of_ddp(ranks):
+    assert same(ranks(2).run(profile_steps, 3)) == 3
+
+
+def ask_on_rank_1() -> None:
+    os.environ["HAPI_DEBUG"] = "1" if group.get_rank() else ""
+    group._control = None
+
+
 def test_a_debug_mode_names_collectives_that_not_all_ranks_have_come_to():
     pool = Ranks(2, HAPI_DEBUG="1")
     try:
@@ -358,5 +375,9 @@ def test_a_debug_mode_names_collectives_that_not_all_ranks_have_come_to():
             if hook == "on_epoch_end":
                 assert f"rank {1 - rank} to begin_max in hapi.agreement._ask" in said
             assert "on every rank" in said
+        # On a host of several it is asked for on all of them.
+        pool.run(ask_on_rank_1)
+        said = same(pool.run(meet_otherwise, 0, "on_epoch_end", "evaluate"))
+        assert "rank 0 to gather_objects" in said and "rank 1 to begin_max" in said
     finally:
         pool.close()
