@@ -309,10 +309,13 @@ def _checked_spec(name: str, spec: Any) -> int | tuple[str, ...] | None:
 
 def _labels_of(parts: Sequence[Any]) -> Any:
     """None, the only one, or all of them; an only one may itself be a list of one, as [1.0] is by default_collate."""
-    values: Any = tuple(map(_as_column, parts))
+    values: Any = tuple(parts)
     while _is_several(values) and len(values) == 1:
         values = _as_column(values[0])
-    return None if _is_several(values) and not values else values
+    if not _is_several(values):
+        return values
+    columns = list(map(_as_column, values))
+    return values.__class__(*columns) if hasattr(values, "_fields") else tuple(columns) or None
 
 
 def rebuilt_mapping(original: Any, items: dict[Any, Any]) -> Any:
@@ -344,12 +347,17 @@ def _is_several(value: Any) -> bool:
 
 def is_text(value: Any) -> bool:
     """Whether it is a text for each sample, as `Splitter` gives labels that are text: a list of str or bytes."""
-    return isinstance(value, list) and bool(value) and all([isinstance(each, str | bytes) for each in value])
+    return isinstance(value, list) and _holds_text(value)
+
+
+def _holds_text(values: Sequence[Any]) -> bool:
+    # The first alone tells nearly always, and this runs in steps.
+    return bool(values) and isinstance(values[0], str | bytes) and all([isinstance(v, str | bytes) for v in values])
 
 
 def _as_column(part: Any) -> Any:
     """A part of a batch; as a list where it is a tuple of text, as which default_collate leaves a column of it."""
-    return list(part) if type(part) is tuple and is_text(list(part)) else part
+    return list(part) if type(part) is tuple and _holds_text(part) else part
 
 
 def _first_size(value: Any) -> int | None:

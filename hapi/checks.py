@@ -327,18 +327,16 @@ def _label_fault(error: Exception, outputs: Any, labels: Any, objective: Objecti
             "that yields (x, y) or a tuple of tensors, fit((x, y)); a list, fit([x, y]), is taken as batches. Of dict "
             'batches say which are labels: Model(network, labels=["label"]).'
         )
-    if isinstance(labels, int | float | str):
+    if isinstance(labels, int | float | str | bytes):
         return ValueError(
             f"The labels of a batch are {labels!r:.60}, one {type(labels).__name__}, so it looks like a sample: a list "
             "is taken as batches. Write DataLoader(samples, batch_size=32), or give columns as a tuple (x, y)."
         )
     if is_text(labels):
-        if not all(map(_is_torchs, objective.losses)):
-            return None
         # Only for a process that fails.
         from hapi import refused
 
-        return refused.text_labels("The loss", labels)
+        return refused.text_labels("The loss", labels) if refused.is_of_list(error) else None
     if isinstance(labels, tuple | list) and isinstance(error, TypeError):
         kinds = ", ".join(map(_kind, labels))
         return ValueError(
@@ -357,11 +355,6 @@ def _label_fault(error: Exception, outputs: Any, labels: Any, objective: Objecti
 
 def _kind(label: Any) -> str:
     return "text" if isinstance(label, str | bytes) or is_text(label) else type(label).__name__
-
-
-def _is_torchs(loss: Any) -> bool:
-    where = type(loss).__module__ if isinstance(loss, nn.Module) else defined_in(loss)
-    return f"{where}.".startswith("torch.")
 
 
 def _labels_within(labels: torch.Tensor, outputs: torch.Tensor, ignored: int | None) -> None:

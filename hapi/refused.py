@@ -1,9 +1,10 @@
-"""What a network or a layer has refused, in words. Imported where a forward pass has failed, not by `import hapi`."""
+"""What a network, a layer, a loss or a metric has refused, in words. Imported where one fails, not by `import hapi`."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, dtype, nn
@@ -48,9 +49,7 @@ def width(network: nn.Module, error: Exception) -> ValueError | None:
         network: The network that was called.
         error: What its forward raised; its traceback knows the layer and what that was given.
     """
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
+    place = _innermost(error)
     if place is None:
         return None
     layer, given = place.tb_frame.f_locals.get("self"), place.tb_frame.f_locals.get("input")
@@ -128,8 +127,25 @@ def _fewer_or_more(given: Inputs, signature: inspect.Signature) -> str:
 
 
 def text_labels(receiver: str, labels: list[Any]) -> ValueError:
-    """The error of what compares numbers and got text."""
+    """The error of a loss or metric that compares numbers and got text."""
     return ValueError(
         f"{receiver} received labels that are text, {labels[0]!r:.60} the first of them, where it takes numbers. Let "
-        "the data set give the number of each class in their place: names.index(label)."
+        "the data set give numbers in their place, of classes names.index(label), or write one of your own that takes "
+        "a list of text."
     )
+
+
+def is_of_list(error: Exception) -> bool:
+    """Whether one of torch's losses and layers has raised it since it got a list and no tensor."""
+    place = _innermost(error)
+    if place is None or not isinstance(error, TypeError | AttributeError):
+        return False
+    return "list" in str(error) and str(place.tb_frame.f_globals.get("__name__")).startswith("torch.nn.")
+
+
+def _innermost(error: Exception) -> TracebackType | None:
+    """Where it was raised."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -188,7 +189,14 @@ def test_labels_that_a_loss_does_not_take_are_counted() -> None:
         subject.fit([(torch.ones(3), 1.0), (torch.ones(3), 2.0)], verbose=0)
 
 
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.MSELoss(), nn.functional.mse_loss])
+class Smoothed(nn.CrossEntropyLoss):
+    """The user's name for it."""
+
+
+@pytest.mark.parametrize("loss", [
+    nn.CrossEntropyLoss(), nn.MSELoss(), nn.functional.mse_loss, Smoothed(),
+    partial(nn.functional.cross_entropy, label_smoothing=0.1), lambda outputs, labels: nn.L1Loss()(outputs, labels),
+])  # fmt: skip
 @pytest.mark.parametrize("label", ["a", b"a"])
 def test_torchs_losses_and_our_metrics_take_no_text(loss: Any, label: str | bytes) -> None:
     subject = model().prepare("sgd", loss)
@@ -265,7 +273,39 @@ def test_a_column_of_text_is_one_label(batch_size: int) -> None:
     assert one.evaluate(pairs, batch_size=batch_size, verbose=0)["long_ones"] == 0.6
 
 
+@pytest.mark.parametrize("sample", [
+    lambda x, i: (x, f"left {i}", f"right {i}"), lambda x, i: (x, [f"left {i}", f"right {i}"]),
+    lambda x, i: {"input": x, "one": f"left {i}", "other": f"right {i}"},
+    lambda x, i: (x, Pair(f"left {i}", f"right {i}")),
+])  # fmt: skip
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_two_columns_of_text_are_two_labels(sample: Callable[[Any, int], Any], batch_size: int) -> None:
+    seen: list[Any] = []
+
+    def loss(outputs: torch.Tensor, left: list[str], right: list[str]) -> torch.Tensor:
+        seen.append((left, right))
+        return outputs.square().mean()
+
+    splits_first = isinstance(sample(0, 0), tuple)
+    subject = hapi.Model(nn.Linear(3, 1), inputs=1 if splits_first else None).prepare("sgd", loss)
+    data = Made(lambda i: sample(torch.as_tensor(X[i], dtype=torch.float32), i), 4)
+    subject.evaluate(data, batch_size=batch_size, verbose=0)
+    batches = [range(4)[i : i + batch_size] for i in range(0, 4, batch_size)]
+    assert seen == [([f"left {i}" for i in batch], [f"right {i}" for i in batch]) for batch in batches]
+
+
+def test_outputs_that_are_text_are_not_taken_for_labels() -> None:
+    class Talking(hapi.Model):
+        def eval_step(self, inputs: Any, labels: Any) -> Any:
+            return None, ["yes"] * len(labels)
+
+    subject = Talking(nn.Linear(3, 1)).prepare(metrics=hapi.metrics.Accuracy())
+    with pytest.raises(TypeError, match="received outputs of type list"):
+        subject.evaluate((torch.rand(4, 3), torch.zeros(4, dtype=torch.int64)), verbose=0)
+
+
 def test_errors_of_a_loss_over_text_are_its_own() -> None:
+    @partial(torch.compile, backend="eager")
     def too_long(outputs: torch.Tensor, captions: list[str]) -> torch.Tensor:
         raise ValueError(f"{captions[0]!r} has more than 77 words")
 

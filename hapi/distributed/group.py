@@ -131,7 +131,7 @@ def _meeting() -> Any:
 
 
 def compares_places() -> bool:
-    """Whether ranks compare where they are before each collective: HAPI_DEBUG is set for one of them."""
+    """Whether ranks compare where they are before each collective: HAPI_DEBUG is set for one. The first call is one."""
     return is_initialized() and _control_group()[1]
 
 

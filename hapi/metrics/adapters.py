@@ -118,7 +118,7 @@ class FunctionMetric(Metric):
             ValueError: It returned something else than a value per sample.
         """
         values = self._function(outputs, labels)
-        # Labels may be text.
+        # By the outputs where labels are text, or None.
         samples = size_of((labels, outputs))
         if not isinstance(values, Tensor):
             raise TypeError(

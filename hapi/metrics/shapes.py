@@ -31,7 +31,7 @@ def pair(metric: Metric, outputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
                     f"{received} no labels: all of the batch went into the network. Say which part they are, "
                     'Model(network, labels=["label"]) for dict batches, labels=1 for tuples.'
                 )
-            if is_text(value):
+            if noun == "labels" and is_text(value):
                 # Only for a process that fails.
                 from hapi import refused
 

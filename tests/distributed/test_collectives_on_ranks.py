@@ -8,7 +8,7 @@ import os
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -252,6 +252,24 @@ def test_a_large_network_s_gradients_travel_in_as_many_pieces_as_plain_ddp_s(ran
     assert weights == pytest.approx(plain_weights)
 
 
+def exchanges_begun() -> tuple[int, int]:
+    """Exchanges of a backward pass that have begun when it comes to the first layer, and all of them."""
+    net = nn.Sequential(nn.Linear(1, 600), *(nn.Linear(600, 600) for _ in range(3)), nn.Linear(600, 1))
+    begun: list[int] = []
+    net[0].weight.register_hook(lambda _: begun.append(counts["gradients"]))
+    model = hapi.Model(net).prepare("sgd", mean_output, ddp_options={"bucket_cap_mb": 1})
+    with counted() as counts:
+        model.fit(ramp(2), batch_size=1, verbose=0)
+    assert len(begun) == 1
+    return begun[0], counts["gradients"]
+
+
+def test_gradients_travel_while_others_are_computed(ranks):
+    begun, exchanges = same(ranks(2).run(exchanges_begun))
+    # All but the bucket of the first layer.
+    assert (begun, exchanges) == (3, 4)
+
+
 READS = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__")
 
 
@@ -343,15 +361,30 @@ def meet_otherwise(rank: int, hook: str, call: str) -> str:
     return "nothing was said"
 
 
-def profile_steps(steps: int) -> int:
-    """How many of DDP's forward passes a profiler sees in a fit of so many steps."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        prepared().fit(ramp(2 * steps), batch_size=1, verbose=0)
-    return [event.name for event in profile.events()].count("DistributedDataParallel.forward")
+def regions_of_steps(steps: int, profiles: bool) -> int:
+    """How often DDP's region for a profiler is opened in a fit of so many steps."""
+    opened: list[str] = []
+    region = torch.autograd.profiler.record_function
+
+    class Counted(region):
+        def __init__(self, name: str, *args: Any) -> None:
+            opened.append(name)
+            super().__init__(name, *args)
+
+    torch.autograd.profiler.record_function = Counted
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    profile = torch.profiler.profile(activities=activities) if profiles else nullcontext()
+    try:
+        with profile:
+            prepared().fit(ramp(2 * steps), batch_size=1, verbose=0)
+    finally:
+        torch.autograd.profiler.record_function = region
+    return opened.count("DistributedDataParallel.forward")
 
 
-def test_a_profiler_sees_the_forward_passes_of_ddp(ranks):
-    assert same(ranks(2).run(profile_steps, 3)) == 3
+def test_ddp_opens_its_region_where_a_profiler_sees_it(ranks):
+    assert same(ranks(2).run(regions_of_steps, 3, False)) == 0
+    assert same(ranks(2).run(regions_of_steps, 3, True)) == 3
 
 
 def ask_on_rank_1() -> None:

@@ -9,8 +9,10 @@ import pytest
 import torch
 from ranks import alone, same
 from test_odd_uses import Masked, X, Y, changed, grow, prepared, replace
-from torch.utils.data import ChainDataset, DataLoader, IterableDataset, Sampler, TensorDataset
+from torch import nn
+from torch.utils.data import ChainDataset, DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
+import hapi
 from hapi.distributed import group
 
 
@@ -78,3 +80,36 @@ def test_data_that_only_several_ranks_look_at_more_closely(ranks, kind):
     with torch.no_grad():
         expected = float(torch.nn.functional.cross_entropy(prepared().network(X), Y))
     assert same(ranks(2).run(evaluated, kind)) == pytest.approx(expected)
+
+
+class Captions(Dataset[Any]):
+    """Five captions of 1 to 5 words, each beside a number."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, str]:
+        return torch.tensor([float(index), 1.0]), "word " * (index + 1)
+
+
+def train_on_text(batch_size: int) -> list[float]:
+    """Weights and evaluation after an epoch whose loss counts the words of the captions."""
+
+    def loss(outputs: torch.Tensor, captions: list[str]) -> torch.Tensor:
+        words = torch.tensor([float(len(caption.split())) for caption in captions])
+        return (outputs[:, 0] - words).square().mean()
+
+    network = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(network.weight)
+    model = hapi.Model(network).prepare(torch.optim.SGD(network.parameters(), lr=0.05), loss)
+    model.fit(Captions(), global_batch_size=batch_size, shuffle=False, verbose=0)
+    return [*network.weight.flatten().tolist(), model.evaluate(Captions(), batch_size=2, verbose=0)["loss"]]
+
+
+# Of three and four ranks some have one caption in a step, or none.
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_captions_are_labels_at_any_world_size(ranks, world):
+    for batch_size in (3, 5):
+        assert same(ranks(world).run(train_on_text, batch_size)) == pytest.approx(
+            alone(train_on_text, batch_size), rel=1e-5
+        )
