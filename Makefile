@@ -7,7 +7,7 @@
 # make docs     the documentation, into build/docs; a warning is an error
 # make bench    the ratios of benchmarks/RESULTS.md (HAPI_DATA_HOME; almost two hours): bench-hand, then bench-peers
 # make bench-hand   fit, evaluate, predict, several processes, the start, growth and saving, against code by hand
-# make bench-steps  where the overhead of a step lies, by steps that take turns within one process
+# make bench-steps  where the overhead of a step lies: by steps that take turns within one process, and a profile
 # make bench-peers  the same training in Lightning, Accelerate, Keras, Ignite, Poutyne and skorch, which are installed into
 #               .peers on the same torch;  make bench-peers ARGS="--laps 3 --ways fit lightning"  some of it
 # make clean    removes what these commands have made, .venv included
@@ -72,9 +72,11 @@ bench-hand: install
 	$(python) benchmarks/bench_startup.py
 	$(python) benchmarks/bench_growth.py
 	$(python) benchmarks/bench_saving.py --sizes 1 10 100 1000
+	$(python) benchmarks/bench_options.py
 
 bench-steps: install
 	$(python) benchmarks/bench_steps.py $(ARGS)
+	$(python) benchmarks/profile_steps.py
 
 bench-peers: install
 	$(python) benchmarks/peers.py --install

@@ -356,7 +356,9 @@ def _holds_text(values: Sequence[Any]) -> bool:
 
 
 def _as_column(part: Any) -> Any:
-    """A part of a batch; as a list where it is a tuple of text, as which default_collate leaves a column of it."""
+    """A part of a batch; as a list where it is a column of text: a tuple, as default_collate leaves it, or an array."""
+    if is_array(part) and part.dtype.kind in "US" and part.ndim == 1:
+        return part.tolist()
     return list(part) if type(part) is tuple and _holds_text(part) else part
 
 

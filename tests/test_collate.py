@@ -239,8 +239,8 @@ def test_a_column_of_text_is_one_label(batch_size: int) -> None:
     def weights(subject: hapi.Model, data: Any) -> torch.Tensor:
         torch.manual_seed(0)
         subject.network.reset_parameters()
-        options = {} if data is loader else {"batch_size": batch_size, "shuffle": False}
-        subject.fit(data, verbose=0, **options)
+        sized = {"shuffle": False, "batch_size": batch_size}
+        subject.fit(data, verbose=0, **({} if data is loader or data is arrays else sized))
         return subject.network.weight.detach().clone()
 
     def linear() -> nn.Module:
@@ -254,8 +254,9 @@ def test_a_column_of_text_is_one_label(batch_size: int) -> None:
     named = Made(lambda i: {"input": samples[i][0], "caption": samples[i][1]}, len(samples))
     nested = Made(lambda i: (samples[i][0], [samples[i][1]]), len(samples))
     loader = DataLoader(pairs, batch_size=batch_size)
+    arrays = [(x, np.array(texts)) for (x, _), texts in zip(DataLoader(numbers, batch_size), batches, strict=True)]
     expected = weights(hapi.Model(linear()).prepare("sgd", nn.MSELoss()), numbers)
-    for data in (pairs, named, nested, loader):
+    for data in (pairs, named, nested, loader, arrays):
         seen.clear()
         torch.testing.assert_close(weights(hapi.Model(linear()).prepare("sgd", own_loss), data), expected)
         assert seen == batches
@@ -292,6 +293,19 @@ def test_two_columns_of_text_are_two_labels(sample: Callable[[Any, int], Any], b
     subject.evaluate(data, batch_size=batch_size, verbose=0)
     batches = [range(4)[i : i + batch_size] for i in range(0, 4, batch_size)]
     assert seen == [([f"left {i}" for i in batch], [f"right {i}" for i in batch]) for batch in batches]
+
+
+def test_a_function_compares_texts_with_texts() -> None:
+    class Echo(hapi.Model):
+        def eval_step(self, inputs: Any, labels: Any) -> Any:
+            return None, ["a" if float(x[0]) < 0 else "b" for x in inputs[0]]
+
+    def right(outputs: list[str], labels: list[str]) -> torch.Tensor:
+        return torch.tensor([ours == theirs for ours, theirs in zip(outputs, labels, strict=True)])
+
+    subject = Echo(nn.Linear(3, 1)).prepare(metrics=right)
+    said = subject.evaluate(Made(lambda i: (torch.tensor([i - 1.5, 0, 0]), "aaba"[i]), 4), batch_size=3, verbose=0)
+    assert said == {"right": 0.75}
 
 
 def test_outputs_that_are_text_are_not_taken_for_labels() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hapi.batch import map_tensors, size_of
+from hapi.batch import is_text, map_tensors, size_of
 from hapi.metrics.base import OPEN, Metric, as_exact
 
 # Keys that logs and files of logs hold already.
@@ -118,8 +118,8 @@ class FunctionMetric(Metric):
             ValueError: It returned something else than a value per sample.
         """
         values = self._function(outputs, labels)
-        # By the outputs where labels are text, or None.
-        samples = size_of((labels, outputs))
+        # By the outputs where there are no labels, or of text among others.
+        samples = len(labels) if is_text(labels) else size_of((labels, outputs))
         if not isinstance(values, Tensor):
             raise TypeError(
                 f"The metric function {self.name!r} returned a {type(values).__name__}: values stay on the device "
