@@ -959,6 +959,31 @@ def test_data_that_is_mistaken_for_batches(refused: Refused, data: Any, cure: st
     refused(TypeError, cure, model(), data)
 
 
+@pytest.mark.parametrize(
+    "sample", [lambda x: (x, x[:1]), lambda x: (x.numpy(), x[0]), lambda x: {"input": x, "y": x[0]}]
+)
+def test_a_list_of_samples_is_told_from_batches(sample: Callable[[torch.Tensor], Any]) -> None:
+    subject = hapi.Model(nn.Linear(4, 1)).prepare("sgd", lambda outputs, labels: (outputs - labels).square().mean())
+    said = r"train_data is a list of 10 batches.*shape \(4,\), is taken for 4 samples.*DataLoader\(train_data, batch"
+    with pytest.warns(UserWarning, match=said):
+        subject.fit([sample(x) for x in X], verbose=0)
+    with pytest.warns(UserWarning, match=r"test_data is a list of 10 batches.*taken for 4 samples"):
+        hapi.Model(nn.ReLU()).predict([x.numpy() for x in X], verbose=0)
+
+
+def test_lists_of_batches_are_not_told_of() -> None:
+    one, numbers = X[:1], X[:, 0]
+    for data in ([X, X], [(X, Y)] * 2, [(one, one[:, :1])] * 2, [(X, numbers)] * 2, [numbers.long()] * 2, [numbers]):
+        hapi.Model(First()).predict(data, verbose=0)
+
+
+class First(nn.Module):
+    """Its first input."""
+
+    def forward(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        return x
+
+
 @pytest.mark.parametrize("several", [list, tuple])
 def test_several_optimizers_at_once(several: Any) -> None:
     network = nn.Linear(4, 3)

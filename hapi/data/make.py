@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import islice
-from numbers import Real
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, IterableDataset
 
 from hapi import rng
 from hapi.batch import map_tensors
@@ -70,11 +69,12 @@ def make_feed(data: Any, request: Request, device: torch.device) -> Feed:
         TypeError: The data is of no kind that can be trained on, or cannot be iterated twice.
         ValueError: It is empty, or options were given that contradict it.
     """
-    _refuse_mistaken(data, request.name)
-    _refuse_mask(data.dataset if isinstance(data, DataLoader) else data, request.name)
     # Only for a process that reads data.
-    from hapi.data import foreign
+    from hapi.data import foreign, mistaken
 
+    mistaken.refuse(data, request.name)
+    if type(data) is list and group.speaks_for_all():
+        mistaken.tell_of_samples(data, request.name)
     foreign.refuse(data, request.name, group.get_world_size())
     if _can_be_compared(data):
         data = _compared(data, request)
@@ -155,49 +155,6 @@ def trial(steps: int | None = None, repeat: bool = False) -> Iterator[None]:
         # Two feeds over the same data: as the first has found it.
         for feed, state in reversed(current.feeds):
             feed.restore(state)
-
-
-def _refuse_mistaken(data: Any, name: str) -> None:
-    if isinstance(data, type):
-        raise TypeError(
-            f"{name} received the class {data.__name__}, which makes data sets and is none. Write {data.__name__}(...)."
-        )
-    if isinstance(data, tuple) and len({isinstance(part, tuple | list) for part in data}) > 1:
-        if any(isinstance(part, list) and _holds_numbers(part) for part in data):
-            raise TypeError(
-                f"{name} is a tuple in which a column is a list of numbers, and only tensors and arrays are columns. "
-                "Write torch.tensor(numbers) in its place."
-            )
-        raise TypeError(
-            f"{name} is a tuple of containers and tensors, ((a, b), y), in which nothing says what a batch is. Write "
-            "the columns side by side, (a, b, y): the last is the label."
-        )
-
-
-def _holds_numbers(column: list[Any]) -> bool:
-    # NumPy's numbers too.
-    return bool(column) and all(isinstance(number, Real) for number in column)
-
-
-def _refuse_mask(data: Any, name: str) -> None:
-    """A Subset of which a mask was given, or more dimensions than one: it would take rows again and again, or nests."""
-    if type(data) is not Subset:
-        return
-    _refuse_mask(data.dataset, name)
-    indices: Any = data.indices
-    # Not by iter(), which makes a tensor of each index.
-    first = indices[0] if len(indices) else None
-    if isinstance(first, bool) or str(getattr(first, "dtype", "")) in ("bool", "torch.bool"):
-        raise TypeError(
-            f"{name} is a Subset whose indices are a mask, {len(indices)} times True or False, where the numbers of "
-            "samples belong. Write Subset(dataset, numpy.flatnonzero(mask))."
-        )
-    if getattr(indices, "ndim", 1) > 1 or (type(indices) is tuple and getattr(first, "ndim", 0)):
-        shape = tuple(getattr(indices, "shape", (len(indices), *getattr(first, "shape", ()))))
-        raise TypeError(
-            f"{name} is a Subset whose indices have the shape {shape}, where one number a sample belongs. Write "
-            "Subset(dataset, indices.flatten()), or of a mask numpy.flatnonzero(mask)."
-        )
 
 
 def _choose(data: Any, request: Request, device: torch.device) -> Feed:
