@@ -1,6 +1,6 @@
 """What the options of `prepare` that are to save time do to an epoch of `Model.fit`, in one process.
 
-    python benchmarks/bench_options.py                       all of them, some ten minutes
+    python benchmarks/bench_options.py                       all of them, a quarter of an hour or more
     python benchmarks/bench_options.py named compile         these alone
 
 On CIFAR-10's first 6400 images, 128 in a batch, with the network of `examples/cifar10.py`. `plain` is an Adam of
