@@ -5,8 +5,8 @@
 #                       HAPI_DATA_HOME; 15 minutes). HAPI_LAUNCHERS_OPTIONAL=1: what cannot be installed is left out
 # make lint     ruff and mypy
 # make docs     the documentation, into build/docs; a warning is an error
-# make bench    the ratios of benchmarks/RESULTS.md (HAPI_DATA_HOME; almost two hours): bench-hand, then bench-peers
-# make bench-hand   fit, evaluate, predict, several processes, the start, growth and saving, against code by hand
+# make bench    the ratios of benchmarks/RESULTS.md (HAPI_DATA_HOME; two hours): bench-hand, then bench-peers
+# make bench-hand   fit, evaluate, predict, several processes, the start, growth and saving, against code by hand; prepare's options
 # make bench-steps  where the overhead of a step lies: by steps that take turns within one process, and a profile
 # make bench-peers  the same training in Lightning, Accelerate, Keras, Ignite, Poutyne and skorch, which are installed into
 #               .peers on the same torch;  make bench-peers ARGS="--laps 3 --ways fit lightning"  some of it

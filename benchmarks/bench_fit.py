@@ -28,6 +28,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -105,16 +106,19 @@ def fit_cifar(laps: Laps, batch_size: int) -> None:
     fit_on(Subset(CIFAR10(mode="train"), range(12500)), convolutions(), laps, batch_size)
 
 
-def fit_on(data: object, network: nn.Module, laps: Laps, batch_size: int) -> None:
+def fit_on(
+    data: object, network: nn.Module, laps: Laps, batch_size: int, optimizer: Any = None, **options: Any
+) -> None:
+    """`Model.fit` with its accuracy; further options are those of `prepare`."""
     import hapi
 
     class Marks(hapi.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
-            laps.mark(loss=logs["loss"], acc=logs["acc"], steps=steps_of(optimizer))
+            laps.mark(loss=logs["loss"], acc=logs["acc"], steps=steps_of(model.optimizer))
 
     laps.pause_within_fit()
-    optimizer = adam(network)
-    model = hapi.Model(network).prepare(optimizer, nn.CrossEntropyLoss(), hapi.metrics.Accuracy())
+    optimizer = optimizer or adam(network)
+    model = hapi.Model(network).prepare(optimizer, nn.CrossEntropyLoss(), hapi.metrics.Accuracy(), **options)
     model.fit(data, epochs=10**6, batch_size=batch_size, callbacks=[Marks()])
 
 

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_fit import UNITS, convolutions, provide_data
-from torch import nn
+from bench_fit import UNITS, convolutions, fit_on, provide_data
 from torch.utils.data import Subset
 from turns import Laps, Way, compare, machine, report
 
@@ -35,19 +34,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def fit(laps: Laps, name: str) -> None:
     """`Model.fit` with what the way of this name asks for."""
-    import hapi
     from hapi.datasets import CIFAR10
 
-    class Marks(hapi.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            laps.mark(loss=logs["loss"], acc=logs["acc"])
-
-    laps.pause_within_fit()
     network = convolutions()
     optimizer: Any = torch.optim.Adam(network.parameters(), lr=1e-3) if name == "plain" else "adam"
-    model = hapi.Model(network).prepare(optimizer, nn.CrossEntropyLoss(), hapi.metrics.Accuracy(), **OPTIONS[name])
-    data = Subset(CIFAR10(mode="train"), range(6400))
-    model.fit(data, epochs=10**6, batch_size=BATCH_SIZE, callbacks=[Marks()])
+    fit_on(Subset(CIFAR10(mode="train"), range(6400)), network, laps, BATCH_SIZE, optimizer, **OPTIONS[name])
 
 
 def main() -> None:
