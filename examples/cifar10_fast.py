@@ -1,7 +1,7 @@
 """CIFAR-10 in seconds on a large card: a small residual network, large batches, one cycle of the learning rate.
 
     python examples/cifar10_fast.py                                 15 epochs
-    python examples/cifar10_fast.py 1 512                           an epoch of 512 images, to see it run on a CPU
+    python examples/cifar10_fast.py 2 32                            two epochs of 32 images, to see it run on a CPU
     torchrun --nproc-per-node 2 examples/cifar10_fast.py            two processes, with the same file
 
 Aims at 94 % test accuracy in less than 10 seconds of training on an H100. Not yet run on a card: neither is measured.
