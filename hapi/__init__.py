@@ -55,4 +55,4 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_ON_DEMAND[name]), name)
     # Nor is what only an error needs. (`from hapi import elsewhere` would ask here for it.)
     elsewhere = importlib.import_module("hapi.elsewhere")
-    raise elsewhere.package_attribute(name, __all__)
+    raise elsewhere.package_attribute(name, __all__, "hapi")

@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# Of the package `hapi`: from Paddle, Keras, Lightning, Accelerate.
-_OF_PACKAGE = {
+# Of the package `hapi` and those in it: from Paddle, Keras, Lightning, Accelerate.
+_OF_HAPI = {
     "InputSpec": "Shapes are seen in the first batch: write hapi.Model(network), and for a table of them "
     "model.summary(input_size=(1, 28, 28)).",
     "summary": "Write hapi.Model(network).summary(input_size=(1, 28, 28)).",
@@ -41,6 +41,47 @@ _OF_PACKAGE = {
     "fit": "Write hapi.Model(network).prepare(optimizer, loss).fit(data).",
     "launch": "Write hapirun on the command line, or hapi.distributed.spawn(function).",
     "DataParallel": "Write hapi.distributed.DataParallel(network); a Model needs none.",
+}
+_FIND_LR = "Write hapi.find_lr(model, data)."
+_OF_CALLBACKS = {
+    "VisualDL": "Write hapi.callbacks.TensorBoard.",
+    "WandbLogger": "Write hapi.callbacks.WandbCallback.",
+    "LearningRateScheduler": "Write hapi.callbacks.LRScheduler.",
+    "TerminateOnNaN": 'Write fit(nan_policy="stop"), which is the default.',
+    "LRFinder": _FIND_LR,
+    "LearningRateFinder": _FIND_LR,
+    "PyTorchProfiler": "Write hapi.callbacks.Profiler.",
+    "WeightAveraging": "Write hapi.callbacks.EMA.",
+    "BatchSizeFinder": "Write hapi.find_batch_size(model, data).",
+}
+_TORCHMETRICS = "Write torchmetrics.{name}(...): prepare(metrics=...) takes torchmetrics' objects as they are."
+_OF_METRICS = {
+    "F1Score": "Write hapi.metrics.F1.",
+    "AUROC": "Write hapi.metrics.Auc.",
+    "TopKCategoricalAccuracy": "Write hapi.metrics.Accuracy(topk=(1, 5)).",
+    "MAE": "Write hapi.metrics.MeanAbsoluteError.",
+    "MSE": "Write hapi.metrics.MeanSquaredError.",
+    **dict.fromkeys(("CategoricalAccuracy", "SparseCategoricalAccuracy"), "Write hapi.metrics.Accuracy."),
+    **dict.fromkeys(("MulticlassAccuracy", "BinaryAccuracy"), "Write hapi.metrics.Accuracy."),
+    **dict.fromkeys(("ConfusionMatrix", "R2Score", "AveragePrecision"), _TORCHMETRICS),
+}
+_COLLECTIVES = (
+    "Write torch.distributed.{name}(...) after hapi.distributed.init_parallel_env(); fit, evaluate and predict "
+    "exchange by themselves."
+)
+_OF_DISTRIBUTED = {
+    **dict.fromkeys(("all_reduce", "all_gather", "broadcast", "reduce", "scatter", "send", "recv"), _COLLECTIVES),
+    **dict.fromkeys(("all_gather_object", "broadcast_object_list", "new_group", "ReduceOp"), _COLLECTIVES),
+    "launch": _OF_HAPI["launch"],
+    "init_process_group": "Write hapi.distributed.init_parallel_env(); a Model calls it itself.",
+    "DistributedDataParallel": _OF_HAPI["DataParallel"],
+    "DistributedSampler": "Write hapi.distributed.DistributedBatchSampler; fit shares its data out by itself.",
+}
+_OF_PACKAGE = {
+    "hapi": _OF_HAPI,
+    "hapi.callbacks": _OF_CALLBACKS,
+    "hapi.metrics": _OF_METRICS,
+    "hapi.distributed": _OF_DISTRIBUTED,
 }
 
 _ON_NETWORK = "A Model is no module: it has one. Write model.network.{name}{call}."
@@ -197,15 +238,16 @@ _OF_DATA_SET = {"train": 'Write mode="train" or mode="test".', "split": 'Write m
 _METHODS = ("__init__", "prepare", "fit", "evaluate", "predict", "save", "load")
 
 
-def package_attribute(name: str, known: Iterable[str]) -> AttributeError:
-    """The error for `hapi.{name}`, which is not there.
+def package_attribute(name: str, known: Iterable[str], package: str) -> AttributeError:
+    """The error for `{package}.{name}`, which is not there.
 
     Args:
         name: The name.
         known: Those that are there.
+        package: `hapi`, or a package of it.
     """
-    cure = _OF_PACKAGE.get(name) or _did_you_mean(name, known, "hapi.{}")
-    return AttributeError(f"module 'hapi' has no attribute {name!r}{f': {cure}' if cure else ''}")
+    cure = _OF_PACKAGE[package].get(name, "").format(name=name) or _did_you_mean(name, known, package + ".{}")
+    return _no_attribute(f"module {package!r} has no attribute {name!r}", name, cure)
 
 
 def model_attribute(model: Any, name: str) -> AttributeError:
@@ -219,8 +261,12 @@ def model_attribute(model: Any, name: str) -> AttributeError:
         cure = _did_you_mean(name, dir(model), "model.{}") if not name.startswith("_") else ""
     text = f"{kind!r} object has no attribute {name!r}"
     to = '"cpu"' if name == "cpu" else '"gpu:0"'
-    # As Python's own, so that a traceback suggests nothing else.
-    return AttributeError(f"{text}: {cure.replace('{to}', to).format(name=name, call=call)}" if cure else text)
+    return _no_attribute(text, name, cure.replace("{to}", to).format(name=name, call=call))
+
+
+def _no_attribute(text: str, name: str, cure: str) -> AttributeError:
+    # Of no object, so that a traceback suggests nothing else.
+    return AttributeError(f"{text}: {cure}", name=name, obj=None) if cure else AttributeError(text)
 
 
 def keywords(model: Any, method: str, unknown: Mapping[str, Any]) -> TypeError:

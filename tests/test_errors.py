@@ -886,11 +886,17 @@ def test_legacy_format(tmp_path: Path) -> None:
     [
         (hapi, "InputSpec", r"hapi\.Model\(network\).*summary\(input_size="),
         (hapi, "vision", r"hapi\.datasets"),
-        (hapi.callbacks, "VisualDL", r"write hapi\.callbacks\.TensorBoard"),
-        (hapi.callbacks, "TerminateOnNaN", r'write fit\(nan_policy="stop"\)'),
-        (hapi.callbacks, "LRFinder", r"write hapi\.find_lr\(model, data\)"),
-        (hapi, "Zebra", "has no attribute 'Zebra'$"),
-        (hapi.callbacks, "EarlyStoping", "has no attribute 'EarlyStoping'$"),
+        (hapi.callbacks, "VisualDL", r"Write hapi\.callbacks\.TensorBoard\."),
+        (hapi.callbacks, "TerminateOnNaN", r'Write fit\(nan_policy="stop"\)'),
+        (hapi.callbacks, "LRFinder", r"Write hapi\.find_lr\(model, data\)"),
+        (hapi.metrics, "F1Score", r"Write hapi\.metrics\.F1\.$"),
+        (hapi.metrics, "ConfusionMatrix", r"Write torchmetrics\.ConfusionMatrix\(\.\.\.\): "),
+        (hapi.distributed, "all_reduce", r"Write torch\.distributed\.all_reduce\(\.\.\.\) after"),
+        (hapi, "Zebra", "^module 'hapi' has no attribute 'Zebra'$"),
+        (hapi.metrics, "Zebra", r"^module 'hapi\.metrics' has no attribute 'Zebra'$"),
+        (hapi.metrics, "Acuracy", r"Write hapi\.metrics\.Accuracy, if that is meant\.$"),
+        (hapi.callbacks, "EarlyStoping", r"Write hapi\.callbacks\.EarlyStopping, if that is meant\.$"),
+        (hapi.distributed, "get_word_size", r"Write hapi\.distributed\.get_world_size, if that is meant\.$"),
     ],
 )
 def test_names_that_scripts_come_with(module: Any, name: str, cure: str) -> None:

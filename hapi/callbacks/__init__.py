@@ -53,20 +53,6 @@ _ON_DEMAND = {
 }
 
 
-# Names that scripts come with from Paddle, Keras and Lightning, and what takes their place.
-_ELSEWHERE = {
-    "VisualDL": "hapi.callbacks.TensorBoard",
-    "WandbLogger": "hapi.callbacks.WandbCallback",
-    "LearningRateScheduler": "hapi.callbacks.LRScheduler",
-    "TerminateOnNaN": 'fit(nan_policy="stop"), which is the default',
-    "LRFinder": "hapi.find_lr(model, data)",
-    "LearningRateFinder": "hapi.find_lr(model, data)",
-    "PyTorchProfiler": "hapi.callbacks.Profiler",
-    "WeightAveraging": "hapi.callbacks.EMA",
-    "BatchSizeFinder": "hapi.find_batch_size(model, data)",
-}
-
-
 def __dir__() -> list[str]:
     return sorted(__all__)
 
@@ -74,5 +60,5 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name in _ON_DEMAND:
         return getattr(importlib.import_module(_ON_DEMAND[name]), name)
-    instead = f": write {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
-    raise AttributeError(f"module 'hapi.callbacks' has no attribute {name!r}{instead}")
+    elsewhere = importlib.import_module("hapi.elsewhere")  # which only an error needs
+    raise elsewhere.package_attribute(name, __all__, "hapi.callbacks")

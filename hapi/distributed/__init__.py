@@ -45,4 +45,5 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("hapi.distributed.fleet")
     if name in _ON_DEMAND:
         return getattr(importlib.import_module(_ON_DEMAND[name]), name)
-    raise AttributeError(f"module 'hapi.distributed' has no attribute {name!r}")
+    elsewhere = importlib.import_module("hapi.elsewhere")  # which only an error needs
+    raise elsewhere.package_attribute(name, __all__, "hapi.distributed")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 from hapi.metrics.auc import Auc
 from hapi.metrics.base import Metric
 from hapi.metrics.classification import F1, Accuracy, Precision, Recall
@@ -17,3 +20,8 @@ __all__ = [
     "Precision",
     "Recall",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    elsewhere = importlib.import_module("hapi.elsewhere")  # which only an error needs
+    raise elsewhere.package_attribute(name, __all__, "hapi.metrics")

@@ -23,6 +23,6 @@ def test_without_its_extra(name, package, folder, monkeypatch):
 
 
 def test_the_names_of_other_libraries():
-    with pytest.raises(AttributeError, match=r"write hapi.callbacks.WandbCallback"):
+    with pytest.raises(AttributeError, match=r"Write hapi.callbacks.WandbCallback"):
         _ = callbacks.WandbLogger
     assert "wandb" not in vars(sys.modules["hapi.callbacks"]) or "hapi.callbacks.wandb" in sys.modules
