@@ -358,6 +358,21 @@ def check_prepare(loss: Any, strategy: Any, clip_grad_norm: Any) -> None:
         TypeError: The loss is nothing that can be called, or the norm is no number.
         ValueError: The strategy is unknown, or the norm is not above zero.
     """
+    _check_loss(loss)
+    if strategy not in _STRATEGIES:
+        raise ValueError(f'strategy received {strategy!r}, which is unknown. Write "auto" or "ddp".')
+    if clip_grad_norm is not None and (isinstance(clip_grad_norm, bool) or not isinstance(clip_grad_norm, Real)):
+        raise TypeError(
+            f"clip_grad_norm received {clip_grad_norm!r}, of type {type(clip_grad_norm).__name__}, which is no number. "
+            "Write clip_grad_norm=1.0."
+        )
+    if clip_grad_norm is not None and not float(clip_grad_norm) > 0:
+        raise ValueError(
+            f"clip_grad_norm received {clip_grad_norm!r}, but a norm to clip at is above 0. Write clip_grad_norm=1.0."
+        )
+
+
+def _check_loss(loss: Any) -> None:
     parts = loss if isinstance(loss, list | tuple) else [loss]
     if not parts:
         raise ValueError(
@@ -370,19 +385,13 @@ def check_prepare(loss: Any, strategy: Any, clip_grad_norm: Any) -> None:
             raise TypeError(
                 f"loss received the class {part.__name__}, which makes losses and is none. Write loss={written}()."
             )
+        if isinstance(part, torch.optim.Optimizer):
+            raise TypeError(
+                f"loss received an optimizer, {type(part).__name__}, which cannot be called on (outputs, labels). The "
+                "order is prepare(optimizer, loss, metrics); or write loss=nn.CrossEntropyLoss()."
+            )
         if part is not None and not callable(part):
             raise TypeError(
                 f"loss received {part!r}, of type {type(part).__name__}, which cannot be called on (outputs, labels). "
                 "Write loss=nn.CrossEntropyLoss(), or a function of the two."
             )
-    if strategy not in _STRATEGIES:
-        raise ValueError(f'strategy received {strategy!r}, which is unknown. Write "auto" or "ddp".')
-    if clip_grad_norm is not None and (isinstance(clip_grad_norm, bool) or not isinstance(clip_grad_norm, Real)):
-        raise TypeError(
-            f"clip_grad_norm received {clip_grad_norm!r}, of type {type(clip_grad_norm).__name__}, which is no number. "
-            "Write clip_grad_norm=1.0."
-        )
-    if clip_grad_norm is not None and not float(clip_grad_norm) > 0:
-        raise ValueError(
-            f"clip_grad_norm received {clip_grad_norm!r}, but a norm to clip at is above 0. Write clip_grad_norm=1.0."
-        )

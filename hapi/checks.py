@@ -296,6 +296,12 @@ def element_labels(loss: Any, outputs: Any, labels: Any) -> None:
             "probabilities of class 1 to it, from 0 to 1. Recode the two classes as 0 and 1; for class numbers of "
             "several classes, use CrossEntropyLoss."
         )
+    if kind == "BCELoss" and bool(((outputs < 0) | (outputs > 1)).any()):
+        raise ValueError(
+            f"{name} received outputs from {outputs.min().item():g} to {outputs.max().item():g}, but they are "
+            "probabilities to it, from 0 to 1. Let the network end in nn.Sigmoid(), or use nn.BCEWithLogitsLoss(), "
+            "which takes scores as they are."
+        )
 
 
 def explained(loss: Callable[..., Any], objective: Objective, outputs: Any, labels: Any) -> Any:
@@ -324,8 +330,9 @@ def _label_fault(error: Exception, outputs: Any, labels: Any, objective: Objecti
     if labels is None and isinstance(error, TypeError) and (classifies or "missing" in str(error)):
         return ValueError(
             "The loss received no labels: all of the batch went into the network. Give labels as well, by a data set "
-            "that yields (x, y) or a tuple of tensors, fit((x, y)); a list, fit([x, y]), is taken as batches. Of dict "
-            'batches say which are labels: Model(network, labels=["label"]).'
+            "that yields (x, y) or a tuple of tensors, fit((x, y)); a list, fit([x, y]), is taken as batches, and y in "
+            "fit(x, y) as the data to evaluate on. Of dict batches say which are labels: "
+            'Model(network, labels=["label"]).'
         )
     if isinstance(labels, int | float | str | bytes):
         return ValueError(

@@ -29,14 +29,17 @@ def count(name: str, value: Any, example: int, least: int | None = 1, *, owner: 
         ValueError: It is below `least`, or beyond 64 bits.
     """
     number = whole(value)
-    received = f"{owner} received {name}={value!r:.60}" if owner else f"{name} received {value!r:.60}"
+    # Data is named by its shape: its numbers would fill the line.
+    shape = getattr(value, "shape", ())
+    is_data = isinstance(shape, tuple) and bool(shape)
+    shown = f"{type(value).__name__} of shape {tuple(shape)}" if is_data else f"{value!r:.60}"
+    received = f"{owner} received {name}={shown}" if owner else f"{name} received {shown}"
     if number is None:
         # Labels that were passed after the data, where a method takes its next argument.
-        is_data = not owner and bool(getattr(value, "shape", ()))
-        columns = "; data and labels go together, as one tuple (x, y)" if is_data else ""
-        raise TypeError(
-            f"{received}, of type {type(value).__name__}, which is not a whole number. Write {name}={example}{columns}."
-        )
+        columns = "; data and labels go together, as one tuple (x, y)" if is_data and not owner else ""
+        kind = "" if is_data else f", of type {type(value).__name__}"
+        meant = _meant(value, least, example)
+        raise TypeError(f"{received}{kind}, which is not a whole number. Write {name}={meant}{columns}.")
     if least is not None and number < least:
         counted = f"counts {what} from" if what else "counts from"
         raise ValueError(f"{received}, but it {counted} {least}. Write {name}={example}.")
@@ -55,6 +58,13 @@ def whole(value: Any) -> int | None:
         return operator.index(value)
     except TypeError:
         return None
+
+
+def _meant(value: Any, least: int | None, example: int) -> int:
+    """The number that a text such as "2", or 2.0, stands for if it would do, else the example."""
+    stands = value.strip().isdecimal() if isinstance(value, str) else isinstance(value, float) and value.is_integer()
+    number = int(value) if stands else example
+    return number if (1 if least is None else least) <= number < 1 << 63 else example
 
 
 def check(owner: Callable[..., Any], given: Mapping[str, Any]) -> None:

@@ -40,6 +40,13 @@ def make_optimizer(optimizer: Any, network: nn.Module, loss: nn.Module | None) -
 
 
 def _made(optimizer: Any, network: nn.Module, loss: nn.Module | None) -> torch.optim.Optimizer:
+    if isinstance(optimizer, nn.Module) or checks.defined_in(optimizer) == "torch.nn.functional":
+        name = getattr(optimizer, "__name__", type(optimizer).__name__)
+        raise TypeError(
+            f"optimizer received {name}, which changes no parameters; a loss is the second argument. Write "
+            'prepare("adam", loss), or prepare(torch.optim.Adam(network.parameters(), lr=1e-3), loss); to evaluate '
+            "alone, prepare(loss=loss)."
+        )
     modules = [network] if loss is None else [network, loss]
     # One that both hold is one.
     parameters = [*dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad)]
@@ -63,7 +70,7 @@ def _made(optimizer: Any, network: nn.Module, loss: nn.Module | None) -> torch.o
             'parameters each, torch.optim.SGD([{"params": a, "lr": 0.1}, {"params": b}], lr=0.01); networks that are '
             "trained in turn, such as a GAN's, get a Model each, and alternate by train_batch."
         )
-    if callable(optimizer) and not isinstance(optimizer, nn.Module):
+    if callable(optimizer):
         made = optimizer(parameters)
         if isinstance(made, torch.optim.Optimizer):
             return made

@@ -112,6 +112,9 @@ def test_outputs_without_a_loss_are_named(refused: Refused) -> None:
         ({"loss": [nn.MSELoss(), nn.MSELoss]}, TypeError, r"loss=nn\.MSELoss\(\)"),
         ({"loss": "mse"}, TypeError, r"nn\.CrossEntropyLoss\(\), or a function"),
         ({"loss": []}, ValueError, r"holds no loss.*leave it out"),
+        ({"loss": torch.optim.SGD([X])}, TypeError, r"an optimizer, SGD, .*prepare\(optimizer, loss, metrics\)"),
+        ({"optimizer": nn.MSELoss()}, TypeError, r"MSELoss, .*the second argument.*prepare\(loss=loss\)"),
+        ({"optimizer": nn.functional.mse_loss}, TypeError, r"mse_loss, .*the second argument"),
         ({"optimizer": "adamx"}, ValueError, "'sgd', 'adam', 'adamw'"),
         ({"optimizer": 3}, TypeError, r'or "adam"'),
         ({"optimizer": lambda parameters: parameters}, TypeError, r'or "adam"'),
@@ -182,6 +185,30 @@ COUNTS = ("batch_size", "epochs", "eval_freq", "log_freq", "save_freq", "accumul
 @pytest.mark.parametrize(("value", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)])
 def test_counts(refused: Refused, name: str, value: Any, error: type[Exception]) -> None:
     refused(error, rf"{name} received {value}.*Write {name}=\d", model(), **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("2", r"'2', of type str, which is not a whole number\. Write epochs=2\.$"),
+        (" 20 ", r"' 20 ', of type str, .*Write epochs=20\.$"),
+        (3.0, r"3\.0, of type float, .*Write epochs=3\.$"),
+        ("0", r"'0', of type str, .*Write epochs=1\d*\.$"),
+        (1e30, r"1e\+30, of type float, .*Write epochs=1\d*\.$"),
+        ("ten", r"'ten', of type str, .*Write epochs=1\d*\.$"),
+        (float("nan"), r"nan, of type float, .*Write epochs=1\d*\.$"),
+    ],
+)
+def test_a_number_in_another_form_is_what_the_error_writes(refused: Refused, value: Any, shown: str) -> None:
+    refused(TypeError, rf"^epochs received {shown}", model(), epochs=value)
+
+
+@pytest.mark.parametrize("labels", [Y, Y.numpy(), Y.float()])
+def test_labels_in_place_of_a_number_are_named_by_their_shape(labels: Any) -> None:
+    kind = type(labels).__name__
+    said = rf"^batch_size received {kind} of shape \(10,\), which is not a whole number\. .*one tuple \(x, y\)\.$"
+    with pytest.raises(TypeError, match=said):
+        model().evaluate(X, labels)
 
 
 @pytest.mark.parametrize(
@@ -349,7 +376,7 @@ def test_a_list_of_samples(refused: Refused) -> None:
 
 @pytest.mark.parametrize("data", [X, Rows(X), DataLoader(TensorDataset(X), 5)])
 def test_data_without_labels(refused: Refused, data: Any) -> None:
-    refused(ValueError, r"no labels.*yields \(x, y\)", model(), data)
+    refused(ValueError, r"no labels.*yields \(x, y\).*fit\(x, y\) as the data to evaluate on", model(), data)
     refused(ValueError, r"no labels.*yields \(x, y\)", model(lambda outputs, labels: outputs.mean()), data)
 
 
@@ -535,6 +562,16 @@ def test_labels_that_are_no_probabilities(refused: Refused) -> None:
     subject = regression(nn.BCEWithLogitsLoss())
     refused(ValueError, r"labels\.float\(\)", subject, (X, torch.zeros(10, 1, dtype=torch.int64)))
     refused(ValueError, "from 0 to 2.*Recode the two classes", subject, (X, Y[:, None].float()))
+
+
+@pytest.mark.parametrize("loss", [nn.BCELoss(), nn.functional.binary_cross_entropy])
+def test_scores_that_are_no_probabilities(refused: Refused, loss: Any) -> None:
+    halves = (X, (Y > 0)[:, None].float())
+    network = nn.Linear(4, 1)
+    nn.init.constant_(network.bias, 3.0)
+    said = r"received outputs from .* to .*nn\.Sigmoid\(\).*nn\.BCEWithLogitsLoss"
+    refused(ValueError, said, model(loss, network), halves)
+    assert model(loss, nn.Sequential(network, nn.Sigmoid())).fit(halves, verbose=0).epoch == [1]
 
 
 # Overridden steps.
