@@ -41,9 +41,9 @@ def make_optimizer(optimizer: Any, network: nn.Module, loss: nn.Module | None) -
 
 def _made(optimizer: Any, network: nn.Module, loss: nn.Module | None) -> torch.optim.Optimizer:
     if isinstance(optimizer, nn.Module) or checks.defined_in(optimizer) == "torch.nn.functional":
-        name = getattr(optimizer, "__name__", type(optimizer).__name__)
+        shown = getattr(optimizer, "__name__", repr(optimizer))
         raise TypeError(
-            f"optimizer received {name}, which changes no parameters; a loss is the second argument. Write "
+            f"optimizer received {shown:.100}, which changes no parameters; a loss is the second argument. Write "
             'prepare("adam", loss), or prepare(torch.optim.Adam(network.parameters(), lr=1e-3), loss); to evaluate '
             "alone, prepare(loss=loss)."
         )
