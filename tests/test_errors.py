@@ -113,7 +113,7 @@ def test_outputs_without_a_loss_are_named(refused: Refused) -> None:
         ({"loss": "mse"}, TypeError, r"nn\.CrossEntropyLoss\(\), or a function"),
         ({"loss": []}, ValueError, r"holds no loss.*leave it out"),
         ({"loss": torch.optim.SGD([X])}, TypeError, r"an optimizer, SGD, .*prepare\(optimizer, loss, metrics\)"),
-        ({"optimizer": nn.MSELoss()}, TypeError, r"MSELoss, .*the second argument.*prepare\(loss=loss\)"),
+        ({"optimizer": nn.MSELoss()}, TypeError, r"MSELoss\(\), .*the second argument.*prepare\(loss=loss\)"),
         ({"optimizer": nn.functional.mse_loss}, TypeError, r"mse_loss, .*the second argument"),
         ({"optimizer": "adamx"}, ValueError, "'sgd', 'adam', 'adamw'"),
         ({"optimizer": 3}, TypeError, r'or "adam"'),
