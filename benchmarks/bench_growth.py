@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 EPOCHS, SETTLED, LOOKS = 200, 5, 10
+LOOKED_AT = {*range(SETTLED, SETTLED + LOOKS), *range(EPOCHS + 1 - LOOKS, EPOCHS + 1)}
 MANY = 10**8
 
 
@@ -44,9 +45,9 @@ def held() -> float:
 
 
 def growth(seen: list[float]) -> dict[str, float]:
-    """Of the MB held as each epoch begins: those after SETTLED of them, and how many more at the end."""
-    then = min(seen[SETTLED : SETTLED + LOOKS])
-    return {"MB then": then, "MB more": min(seen[-LOOKS:]) - then}
+    """Of the MB held as each of LOOKED_AT begins: those after SETTLED epochs, and how many more at the end."""
+    then = min(seen[:LOOKS])
+    return {"MB then": then, "MB more": min(seen[LOOKS:]) - then}
 
 
 def start() -> dict[str, float]:
@@ -98,7 +99,8 @@ def fit() -> dict[str, float]:
 
     class Marks(hapi.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
-            seen.append(held())
+            if epoch in LOOKED_AT:
+                seen.append(held())
 
     seen: list[float] = []
     data, network = part_of_mnist(), mlp()
@@ -117,7 +119,8 @@ def hand() -> dict[str, float]:
     (images, classes), network = part_of_mnist(), mlp()
     optimizer = adam(network)
     for epoch in range(EPOCHS + 1):
-        seen.append(held())
+        if epoch in LOOKED_AT:
+            seen.append(held())
         total, correct = torch.zeros(()), torch.zeros((), dtype=torch.int64)
         for rows in torch.randperm(len(classes)).split(32):
             labels, outputs = classes[rows], network(images[rows])

@@ -266,7 +266,7 @@ def label_range(lowest: int, highest: int, classes: int) -> None:
 
 
 def element_labels(loss: Any, outputs: Any, labels: Any) -> None:
-    """Outputs and labels of a loss that compares elements. Reads the labels' values where they are probabilities.
+    """Outputs and labels of a loss that compares elements. Reads the values where they are probabilities.
 
     Raises:
         ValueError: Their shapes differ, and torch would broadcast them into a wrong number; or probabilities are none.
@@ -290,18 +290,22 @@ def element_labels(loss: Any, outputs: Any, labels: Any) -> None:
             f"{name} received labels of dtype {labels.dtype}, but they are probabilities of class 1 to it. "
             "Write labels.float(); for class numbers of several classes, use CrossEntropyLoss."
         )
-    if bool(((labels < 0) | (labels > 1)).any()):
+    if beyond := _beyond_probabilities(labels):
         raise ValueError(
-            f"{name} received labels from {float(labels.min()):g} to {float(labels.max()):g}, but they are "
-            "probabilities of class 1 to it, from 0 to 1. Recode the two classes as 0 and 1; for class numbers of "
-            "several classes, use CrossEntropyLoss."
+            f"{name} received labels {beyond}, but they are probabilities of class 1 to it, from 0 to 1. Recode the "
+            "two classes as 0 and 1; for class numbers of several classes, use CrossEntropyLoss."
         )
-    if kind == "BCELoss" and bool(((outputs < 0) | (outputs > 1)).any()):
+    if kind == "BCELoss" and (beyond := _beyond_probabilities(outputs)):
         raise ValueError(
-            f"{name} received outputs from {outputs.min().item():g} to {outputs.max().item():g}, but they are "
-            "probabilities to it, from 0 to 1. Let the network end in nn.Sigmoid(), or use nn.BCEWithLogitsLoss(), "
-            "which takes scores as they are."
+            f"{name} received outputs {beyond}, but they are probabilities to it, from 0 to 1. Let the network end in "
+            "nn.Sigmoid(), or use nn.BCEWithLogitsLoss(), which takes scores as they are."
         )
+
+
+def _beyond_probabilities(values: torch.Tensor) -> str:
+    """The span of values of which some are not from 0 to 1; "" of probabilities."""
+    beyond = bool(((values < 0) | (values > 1)).any())
+    return f"from {values.min().item():g} to {values.max().item():g}" if beyond else ""
 
 
 def explained(loss: Callable[..., Any], objective: Objective, outputs: Any, labels: Any) -> Any:

@@ -61,8 +61,10 @@ _OF_METRICS = {
     "TopKCategoricalAccuracy": "Write hapi.metrics.Accuracy(topk=(1, 5)).",
     "MAE": "Write hapi.metrics.MeanAbsoluteError.",
     "MSE": "Write hapi.metrics.MeanSquaredError.",
-    **dict.fromkeys(("CategoricalAccuracy", "SparseCategoricalAccuracy"), "Write hapi.metrics.Accuracy."),
-    **dict.fromkeys(("MulticlassAccuracy", "BinaryAccuracy"), "Write hapi.metrics.Accuracy."),
+    **dict.fromkeys(
+        ("CategoricalAccuracy", "SparseCategoricalAccuracy", "MulticlassAccuracy", "BinaryAccuracy"),
+        "Write hapi.metrics.Accuracy.",
+    ),
     **dict.fromkeys(("ConfusionMatrix", "R2Score", "AveragePrecision"), _TORCHMETRICS),
 }
 _COLLECTIVES = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -357,12 +358,9 @@ def _bar_size() -> dict[str, Any]:
 
 def _bar_class(extent: _Extent) -> Any:
     widget = in_notebook() and importlib.util.find_spec("ipywidgets") is not None
-    if widget:
-        from tqdm.notebook import tqdm
-    else:
-        from tqdm import tqdm
+    tqdm: Any = importlib.import_module("tqdm.notebook" if widget else "tqdm").tqdm
 
-    class Bar(tqdm):  # type: ignore[misc, valid-type, unused-ignore]
+    class Bar(tqdm):  # type: ignore[misc]
         # Without tqdm's watching thread: data workers that are forked beside a thread may hang.
         monitor_interval = 0
 
